@@ -23,6 +23,7 @@ from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_pa
 from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS
+from backend.models.rope_spec import read_context_len
 from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.shared_tokens import read_shared_tokens
@@ -45,7 +46,7 @@ def check_drafter_folder(
     is_parallel: whether it has to draft in parallel; None: as it was made; has_other_tokens: its tokenizer is another one."""
     target = read_model_config(model)
     if method == "mtp":
-        length = target["max_position_embeddings"]
+        length = read_context_len(Values(target, f"{model}/config.json"))
         own = read_config(folder)
         check_fits_target(own, folder, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], max_model_len=length)
         check_drafter(folder, has_weights=has_weights)

@@ -49,8 +49,9 @@ class Intake:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
+        # The tokenizer's own, too, as vLLM: chats are written with it, and config.json of models that were trained on may still name another.
+        self._eos_token_ids = eos_token_ids | {end for end in (tokenizer.end_id,) if end is not None and end < vocab_size}
+        self._grammars = Grammars(tokenizer, vocab_size, self._eos_token_ids)
         self._warn_of_unknown_tokens()
 
     def load(self) -> None:

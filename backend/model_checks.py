@@ -19,6 +19,7 @@ from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
+from backend.models.rope_spec import read_context_len
 from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList
 from backend.models.text_part import LAYERS, place_weights
 from backend.models.values import Values
@@ -170,9 +171,8 @@ def check_fits_target(config: Mapping[str, Any], directory: str | Path, *, hidde
     for key, own in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if config.get(key) != own:
             raise ModelError(f"{where}: {key} is {config.get(key)!r:.80}; the target's is {own}")
-    length = config.get("max_position_embeddings", 0)
-    if not isinstance(length, int) or length < max_model_len:
-        raise ModelError(f"{where}: max_position_embeddings is {length!r:.80}; the target's is {max_model_len}")
+    if (length := read_context_len(Values(config, where))) < max_model_len:
+        raise ModelError(f"{where}: max_position_embeddings is {length}; the target's is {max_model_len}")
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------------------

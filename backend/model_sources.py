@@ -27,6 +27,8 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """A repository's on the hub."""
 FILES = ("*.json", "*.jinja", SENTENCEPIECE, f"*{tiktoken_file.SUFFIX}", *tiktoken_file.NAMES)
 """Of a repository, what a model is served from, beside its weights."""
+UNREAD_FILES = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
+"""The same weights in another form, which many repositories have as well: of Mistral's own programs, or in folders of their own."""
 FORMAT, TOKENIZER_FORMAT = 1, 2
 """Of folders of GGUF files, and of those with a tokenizer's file beside links: another number, and they are made anew."""
 BRANCHES = ("main", "master")
@@ -102,7 +104,8 @@ def download(name: str, source: Source) -> Path:
         check_ascii("the hub's cache", Path(source.download_dir or constants.HF_HUB_CACHE), "name another with --download-dir, or set HF_HOME")
 
     def fetch(*patterns: str) -> Path:
-        return Path(snapshot_download(name, revision=source.revision, cache_dir=source.download_dir, allow_patterns=[*FILES, *patterns]))
+        own, others = [*FILES, *patterns], list(UNREAD_FILES)
+        return Path(snapshot_download(name, revision=source.revision, cache_dir=source.download_dir, allow_patterns=own, ignore_patterns=others))
 
     try:
         if not source.has_weights:

@@ -74,13 +74,17 @@ def read_special_tokens(directory: Path) -> SpecialTokens:
             listed += [text for value in more if (text := content_of(value)) is not None]
     if is_old and is_named(path := directory / ADDED):
         special = {*by_name.values(), *listed}
-        found = {number: {"content": content, "special": content in special} for content, number in read_json(path).items()}
+        found = [(number, {"content": content, "special": content in special}) for content, number in read_json(path).items()]
     else:
         path = directory / SETTINGS
-        found = settings.get("added_tokens_decoder") or {}
-        if not isinstance(found, dict):
-            raise ModelError(f"{path}: added_tokens_decoder is {found!r:.80}; it must be an object")
-    added = dict(sorted(_read_added(path, number, token) for number, token in found.items()))
+        given = settings.get("added_tokens_decoder") or {}
+        if not isinstance(given, dict):
+            raise ModelError(f"{path}: added_tokens_decoder is {given!r:.80}; it must be an object")
+        found = list(given.items())
+    added = dict(sorted((_read_added(path, number, token) for number, token in found), key=lambda pair: pair[0]))
+    for text in (*by_name.values(), *listed, *(token.content for token in added.values())):
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ModelError(f"{directory}: the special token {text!r:.40} is no text: it has half a surrogate pair, which no tokenizer reads")
     return SpecialTokens(settings, by_name, tuple(listed), added, path, path.name == SETTINGS)
 
 

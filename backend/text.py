@@ -36,6 +36,9 @@ _ASKS_FOR_NULL = re.compile(r"""\bcontent(?:['"]\])?\s+is\s+(?:not\s+)?none\b"""
 _ARGUMENTS = r"""\w+(?:\.function|\[['"]function['"]\])?(?:\.arguments|\[['"]arguments['"]\])"""
 _JOINS_ARGUMENTS = re.compile(rf"\+\s*{_ARGUMENTS}\s*(?:\+|-?\}}\}})|\{{\{{-?\s*{_ARGUMENTS}\s*\+")
 """Of a template: it joins the arguments of calls with text, which objects are not."""
+_WRITES_ARGUMENTS = re.compile(rf"\{{\{{-?\s*{_ARGUMENTS}\s*-?\}}\}}")
+_READS_ARGUMENTS = re.compile(r"""\barguments(?:['"]\])?\s*(?:\||\.|is\b)""")
+"""Of a template that writes arguments alone: it makes text of objects (`| tojson`, `.items()`), or tells the two apart."""
 _WANTS_SHORT_IDS = re.compile(rf"\bid\s*\|\s*length\s*(?:!=|<)\s*{ID_CHARACTERS}\b")
 """Of a template: it refuses other ids of calls, as Mistral's."""
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
@@ -101,6 +104,12 @@ class Tokenizer:
         return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
 
     @property
+    def end_id(self) -> int | None:
+        """Of the token that its settings call eos_token."""
+        text = self._special.get("eos_token")
+        return None if text is None else self.inner.token_to_id(text)
+
+    @property
     def template_variables(self) -> list[str]:
         """What requests may tell the chat template (`chat_template_kwargs`)."""
         return [] if self._template is None else [name for name in self._template.variables if name not in TEMPLATE_VARIABLES]
@@ -153,17 +162,28 @@ class Tokenizer:
         if taken := [name for name in own or () if name in TEMPLATE_VARIABLES]:
             raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {', '.join(TEMPLATE_VARIABLES)} are given by the request itself")
         given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables, **(own or {})}
-        found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), bool(_JOINS_ARGUMENTS.search(template.source)))
+        found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), _wants_texts(template.source))
         if _WANTS_SHORT_IDS.search(template.source):
             found = shorten_ids(found)
         if _DEVELOPER not in template.source:  # a template leaves out what has a role that it does not know, or refuses it
             found = [{**message, "role": "system"} if message.get("role") == _DEVELOPER else message for message in found]
-        return template.render(found, given, max_characters)
+        try:
+            return template.render(found, given, max_characters)
+        except RequestError:
+            if all(message["content"] is not None for message in found):
+                raise
+        # Some look into the content of calls before they ask whether it is null, as DeepSeek-R1-0528's.
+        return template.render([{**message, "content": message["content"] or ""} for message in found], given, max_characters)
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences that spell `word`, at the start of a word and inside one."""
         found = {tuple(self.encode(w, add_special_tokens=False)) for w in (word, " " + word.lstrip())}
         return [ids for ids in sorted(found) if ids]
+
+
+def _wants_texts(source: str) -> bool:
+    """Whether a template takes the arguments of calls as JSON's text, as clients send them: objects would fail, or be written as Python's."""
+    return bool(_JOINS_ARGUMENTS.search(source) or (_WRITES_ARGUMENTS.search(source) and not _READS_ARGUMENTS.search(source)))
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, special: SpecialTokens, path: Path) -> list[str]:

@@ -267,14 +267,13 @@ def read_history(messages: Sequence[Mapping[str, Any]], has_nulls: bool = False,
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"messages[{number}] must be an object with role and content, got {message!r:.80}")
-        own = {**message, "content": message.get("content") or ""}
+        # What is null is left out, as transformers does: clients send answers back with all fields that answers have.
+        own = {key: value for key, value in message.items() if value is not None} | {"content": message.get("content") or ""}
         _check_parts(number, own["content"])
-        calls = message.get("tool_calls")
-        if calls is None:
-            own.pop("tool_calls", None)
-        elif not isinstance(calls, list):
-            raise RequestError(f"messages[{number}].tool_calls must be a list, got {calls!r:.80}")
-        else:
+        calls = own.get("tool_calls")
+        if calls is not None:
+            if not isinstance(calls, list):
+                raise RequestError(f"messages[{number}].tool_calls must be a list, got {calls!r:.80}")
             own["tool_calls"] = [_read_call(f"messages[{number}].tool_calls[{i}]", call, has_texts) for i, call in enumerate(calls)]
             if has_nulls and calls and not own["content"]:
                 own["content"] = None

@@ -84,7 +84,7 @@ def check_model(
     spec = model_checks.check_model(folder, has_weights=has_weights)
     if parallel is not None:
         model_checks.check_split(spec, parallel.tensor_parallel_size, is_expert_parallel=parallel.expert_parallel)
-    model_checks.check_max_model_len(max_model_len, values["max_position_embeddings"])
+    model_checks.check_max_model_len(max_model_len, spec.max_model_len)
     model_checks.check_tokenizer(folder)
     return folder
 

@@ -18,6 +18,7 @@ from backend.parallel.ranks import Ranks
 from backend.step.worker import Worker
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, check_tree_tokens, serve
 from tests.families import VOCABULARY, Case, edited, expected_logits, make_model, random_tokens
+from tests.test_families import LONGROPE
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import GLM
 
@@ -38,6 +39,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
     make_model(TARGET, folder)
     return folder
+
+
+def test_a_served_context_decides_for_drafters_too(tmp_path: Path) -> None:
+    """LongRoPE's short factors, where no longer one than the original is served: else hardly a draft of the model's own would stand."""
+    make_model(Case("phi3", config={**LONGROPE, "original_max_position_embeddings": 64}), tmp_path / "model")
+    llm = serve(tmp_path / "model", {"max_model_len": 64}, method="draft_model", model=str(tmp_path / "model"))
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    (result,) = llm.generate([{"prompt_token_ids": random_tokens(20)}], params, use_tqdm=False)
+    stats = result.outputs[0].stats
+    assert stats.accepted == stats.drafted > 0
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

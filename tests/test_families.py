@@ -21,10 +21,12 @@ from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.loading import check_gpu
 from backend.parallel.ranks import Ranks
+from deploy.launcher import check_model as check_before_launch
 from tests.families import (
     CONTEXT,
     VOCABULARY,
     Case,
+    assert_close,
     check_greedy,
     check_logits,
     edited,
@@ -249,6 +251,22 @@ def test_older_places_of_rope(family: str, folders: Callable[[str], Path], tmp_p
     apart = {key: value for key, value in parameters.items() if key != "rope_theta"}
     beside = edited(folder, tmp_path / "beside", rope_parameters=..., rope_scaling=apart, rope_theta=1234.0)
     assert check_model(inside).layers == check_model(beside).layers == own
+
+
+def test_yarn_says_how_far_a_context_reaches(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Whoever adds it to a config.json, as Qwen's model cards tell to, leaves max_position_embeddings (128) as it is."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = edited(folders("qwen2"), tmp_path / "model", rope_parameters=..., rope_scaling=scaling)
+    assert check_before_launch(str(folder), 256) == folder and check_model(folder).max_model_len == 256
+    steps, token_ids = Steps(make_worker(folder)), random_tokens(200)
+    steps.admit(0, token_ids, range(25))
+    steps.run([Row(0, 0, 200)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    assert_close(steps.logits(), expected_logits(model, token_ids))
+    shorter = edited(folder, tmp_path / "shorter", rope_scaling=scaling | {"original_max_position_embeddings": 16})
+    assert check_model(shorter).max_model_len == CONTEXT
+    huge = edited(folder, tmp_path / "huge", rope_scaling=scaling | {"factor": 1e6})
+    refused(huge, "factor is 1000000.0; it must be such that original_max_position_embeddings (64) times it is 16777216 at most")
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma3_text", "ministral3")])

@@ -23,7 +23,7 @@ from backend.model_checks import check_model
 from backend.model_files import read_config
 from backend.model_sources import Source, find_model
 from backend.models.gguf_file import check_lengths
-from backend.models.gguf_folder import write_folder
+from backend.models.gguf_folder import read_file, write_folder
 from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
 from backend.vocabularies import Vocabulary, byte_level_tokenizer
@@ -216,9 +216,11 @@ def test_a_vocabulary_with_scores(has_prefix: bool, folder: Path, tmp_path: Path
 
 
 def refused(path: Path, out: Path, *parts: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        write_folder(path, out)
-    assert all(part in str(caught.value) for part in (str(path), *parts)), str(caught.value)
+    """By a conversion before it has written anything, and by `foretoken inspect`."""
+    for read in (lambda: write_folder(path, out), lambda: read_file(path)):
+        with pytest.raises(ModelError) as caught:
+            read()
+        assert all(part in str(caught.value) for part in (str(path), *parts)), str(caught.value)
     assert not out.exists()
 
 
@@ -234,8 +236,16 @@ def test_tensors_that_are_missing_or_left_over(folder: Path, tmp_path: Path) -> 
 
 def test_shapes_that_are_others(folder: Path, tmp_path: Path) -> None:
     path = write_gguf(folder, tmp_path / "model.gguf", edit={"blk.0.attn_v.weight": np.zeros((64, 8), np.float32)})
-    with pytest.raises(ModelError, match=r"tensor blk.0.attn_v.weight has shape \(64, 8\); the metadata make it \(32, 64\)"):
-        write_folder(path, tmp_path / "out")
+    refused(path, tmp_path / "out", "tensor blk.0.attn_v.weight has shape (64, 8); the metadata make it (32, 64)")
+
+
+def test_a_form_that_is_not_known(folder: Path, tmp_path: Path) -> None:
+    path, name = write_gguf(folder, tmp_path / "model.gguf"), b"blk.1.attn_v.weight"
+    data = bytearray(path.read_bytes())
+    place = data.index(name) + len(name) + 4 + 2 * 8  # past the number of dimensions, and two of them
+    data[place : place + 4] = Kind.I32.to_bytes(4, "little")
+    path.write_bytes(data)
+    refused(path, tmp_path / "out", "tensor blk.1.attn_v.weight is stored as I32, which the package gguf does not expand")
 
 
 @pytest.mark.parametrize("size", [0, 3, 24, 700, -1000])

@@ -10,20 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.models.inspection import _weight_bytes
 from backend.models.loading import check_model, open_checkpoint
 from backend.models.spec import WeightList
-from backend.quantization import Quantized
+from backend.quantization import Quantized, cut_columns, cut_rows, make_stored_experts
 from deploy.cli import main
+from kernels import ops
 from tests.families import Case, edited, make_model
 from tests.gguf_files import write_gguf
 from tests.quantized import FORMATS, write_checkpoints
 from tests.steps import make_worker
 from tests.test_latents import DEEPSEEK
-from tests.test_mixtures import QWEN2
+from tests.test_mixtures import EXPERTS, QWEN2
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -121,6 +123,28 @@ def test_weights_in_few_bits(kind: str, tmp_path: Path, capsys: pytest.CaptureFi
                 count += 4 * math.prod(shape)
     found = inspect(capsys, folder, "--dtype", "float32")
     assert f"weights {count / 1024:.1f} KiB" in found["memory"] and "quantized (" in found["stored"]
+
+
+@pytest.mark.parametrize("kind", ["awq", "compressed int4", "compressed int8"])
+def test_what_a_gpu_pads_experts_with(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank's 96 inputs, up to 128."""
+    make_model(Case("qwen3_moe", config=EXPERTS | {"moe_intermediate_size": 192, "num_hidden_layers": 1}), tmp_path / "model")
+    folder, _ = write_checkpoints(tmp_path / "model", next(form for form in FORMATS if form.name == kind), tmp_path)
+    mlp = check_model(folder).layers[0].mlp
+    with open_checkpoint(folder, torch.float32, torch.device("cpu"), "safetensors") as checkpoint:
+        stored = [[checkpoint.get_projection(own.name, own.out_features, own.in_features) for own in mlp.expert(i)] for i in range(5)]
+    own = slice(0, 96)
+    parts = [([cut_rows(gate, own), cut_rows(up, own)], cut_columns(down, own)) for gate, up, down in stored]
+    made, bare = make_stored_experts(parts, torch.device("cuda"), F.silu), 0
+    for gate_up, down in parts:
+        bare += sum(part.nbytes for weight in (*gate_up, down) for part in vars_of(weight.pack()))
+    count = sum(part.nbytes for weight in (made._gate_up, made._down) for part in vars_of(weight)) - bare
+    assert f"; on a GPU {count / 1024:.1f} KiB more for experts" in inspect(capsys, folder, "-tp", 2)["memory"]
+    assert ("on a GPU" in inspect(capsys, folder)["memory"]) == (kind != "compressed int8"), "192 are three steps of 8 bits"
+
+
+def vars_of(weight: ops.QuantizedWeight) -> list[torch.Tensor]:
+    return [part for part in (weight.codes, weight.scales, weight.zeros) if part is not None]
 
 
 def test_a_file_that_is_not_converted_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,12 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import ConfigError, ModelError
@@ -37,6 +40,18 @@ def test_a_name_on_the_hub(hub: Source) -> None:
     for revision in (None, "v1", COMMIT):
         assert find_model("org/model", Source(revision, hub.download_dir)) == snapshot
     assert launcher.check_model("org/model", source=hub) == snapshot
+
+
+def test_weights_are_downloaded_once(hub: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistral's repositories have them in the form of its own programs too; others in folders beside."""
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "additional_chat_templates/tool_use.jinja"]
+    others = ["consolidated.safetensors", "consolidated-00001-of-00010.safetensors", "fp16/model.safetensors", "original/params.json", "README.md"]
+    asked: dict[str, Any] = {}
+    download = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *own, **options: (asked.update(options), download(*own, **options))[1])
+    find_model("org/model", hub)
+    rules = {key: value for key, value in asked.items() if key.endswith("_patterns")}
+    assert list(filter_repo_objects([*files, *others], **rules)) == files
 
 
 def test_a_folder_is_never_taken_for_a_name(hub: Source, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def expand(stored: Quantized) -> torch.Tensor:
     return found[:, :-1]
 
 
-@pytest.mark.parametrize("shape", [(OUT, IN), (200, 300), (7, 13)], ids=str)
+@pytest.mark.parametrize("shape", [(OUT, IN), (200, 300), (7, 13), (50, 159)], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weights_move_by_their_rounding_at_most(scheme: str, shape: tuple[int, int]) -> None:
     weight = random_weight(rows=shape[0], columns=shape[1])

@@ -16,6 +16,7 @@ from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
 from backend.intake import Intake
 from backend.model_checks import check_tokenizer
+from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
 
 CHAT = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ messages[0].content }}"
@@ -85,6 +86,7 @@ def test_a_token_that_there_is_no_room_for(tmp_path: Path, caplog: pytest.LogCap
         ("special_tokens_map.json", 5, "must hold a JSON object, got int"),
         ("added_tokens.json", {"<new>": -1}, "an added token is -1"),
         ("added_tokens.json", {"": NEXT}, "an added token is 4096"),
+        ("added_tokens.json", {"<new>": [NEXT]}, "an added token is [4096]"),
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder is [1]; it must be an object"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": token("<new>")}}, "an added token is 'x'"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"4096": "<new>"}}, "an added token is '4096': '<new>'; it must be an id, and a text"),
@@ -96,6 +98,15 @@ def test_files_that_are_wrong(name: str, values: Any, message: str, tmp_path: Pa
         with pytest.raises(ModelError) as caught:
             read(folder)
         assert message in str(caught.value) and str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [{"eos_token": "\ud800"}, {"added_tokens_decoder": {"4096": token("<\udfff>")}}], ids=list)
+def test_half_a_surrogate_pair(values: dict[str, Any], tmp_path: Path) -> None:
+    """Which JSON can write."""
+    folder = write(tmp_path, {"tokenizer_config.json": values})
+    for read in (Tokenizer, check_tokenizer):
+        with pytest.raises(ModelError, match="is no text: it has half a surrogate pair"):
+            read(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"])
@@ -113,3 +124,13 @@ def test_a_tokenizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
         Intake(EngineConfig(), Tokenizer(BUNDLED_MODEL), 64, size, frozenset())
         assert ("the tokenizer has 4096 tokens of the model's vocabulary of 5000: it may be another model's" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(("name", "expected"), [("def", {0, 318}), ("<|endoftext|>", {0}), ("<none>", {0}), (None, {0})])
+def test_a_tokenizers_own_end(name: str | None, expected: set[int], tmp_path: Path) -> None:
+    """Of a model that was trained on as a chat, whose config.json still names the end of texts."""
+    tokenizer = Tokenizer(write(tmp_path, {"tokenizer_config.json": {"eos_token": name}}))
+    requests = Intake(EngineConfig(), tokenizer, 64, NEXT, frozenset({0})).make("x", SamplingParams(), "own")
+    assert [request.stop_ids for request in requests] == [frozenset(expected)]
+    (request,) = Intake(EngineConfig(), tokenizer, 64, 300, frozenset({0})).make([1], SamplingParams(), "own")
+    assert request.stop_ids == {0}, "not one that the model does not have"

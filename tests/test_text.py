@@ -373,6 +373,31 @@ def test_calls_that_a_template_tells_by_their_content(tmp_path: Path, content: s
     assert with_template(tmp_path, both).render_chat(messages[:2]) == "Why?1", "others are given a text, and objects"
 
 
+def test_a_template_that_looks_into_contents_before_it_asks_for_one(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528's refused every history with calls."""
+    template = "{% for m in messages %}{% set content = m['content'] %}{% if '</think>' in content %}{% set content = '' %}{% endif %}"
+    template += "{% if content is none %}none{% else %}{{ content }}{% endif %}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}"
+    tokenizer = with_template(tmp_path, template + "{% endfor %}")
+    assert tokenizer.render_chat(history({"name": "f"})) == tokenizer.render_chat(history({"name": "f"}, content="")) == "Why?<f>5"
+    with pytest.raises(RequestError, match="refused the messages: no"):
+        with_template(tmp_path, template + "{% endfor %}{{ raise_exception('no') }}").render_chat(history({"name": "f"}))
+
+
+def test_arguments_that_a_template_writes_as_they_are(tmp_path: Path) -> None:
+    messages = history({"name": "f", "arguments": '{"a": true}'})
+    loop = "{%% for call in messages[1].tool_calls %%}%s{%% endfor %%}"
+    written = "{{- call['function'].arguments -}}"
+    assert with_template(tmp_path, loop % written).render_chat(messages) == '{"a": true}'
+    both = "{% if call.function.arguments is string %}" + written + "{% else %}{{ call.function.arguments.a }}{% endif %}"
+    assert with_template(tmp_path, loop % both).render_chat(messages) == "True", "one that tells them apart is given objects"
+
+
+def test_fields_that_are_null_are_none(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.name is defined }}{{ m.tool_calls is defined }}{{ m.content }}{% endfor %}"
+    message = {"role": "assistant", "content": None, "name": None, "tool_calls": None, "refusal": None}
+    assert with_template(tmp_path, template).render_chat([message, message | {"name": "", "content": "x"}]) == "FalseFalseTrueFalsex"
+
+
 @pytest.mark.parametrize("rule", ["!= 9", "< 9"])
 def test_ids_that_a_template_refuses(tmp_path: Path, rule: str) -> None:
     """Mistral's want nine letters and digits, where ours and OpenAI's are longer, and those of some clients shorter."""

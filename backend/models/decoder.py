@@ -51,6 +51,7 @@ class Decoder:
         """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run;
         quantization: how plain weights are rounded; reads_cache_scales: those of keys and values, which are to be kept in e4m3."""
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
+        self.context_len = context_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
         self.value_dim = own.value_dim

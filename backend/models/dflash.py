@@ -108,7 +108,7 @@ class Dflash:
         self.heads = own_heads(part, own)
         self.token_shape, self.num_planes = part.token_shape(self.heads.num_kv), part.num_planes * len(spec.layers)
         rope, size, scale = part.turning
-        self._tables = RopeTables(rope, size, target.max_model_len, dtype, device, scale)
+        self._tables = RopeTables(rope, size, target.context_len, dtype, device, scale)
 
     def _caches(self, planes: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
         """Of each layer."""

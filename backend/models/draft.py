@@ -55,11 +55,11 @@ class DraftModel:
             check_same_tokens(directory, target_directory)
         if read_config(directory).get("spd_type") == "pard2":
             logger.warning("%s: what PARD-2 makes of the target's states (warp_model.bin) is not read: it drafts from the tokens alone", directory)
-        context_len = target.max_model_len
+        context_len = target.context_len
         if device.type == "cuda":
             check_gpu(spec, dtype)
         if (own := spec.max_model_len) < context_len:
-            logger.warning("%s: max_position_embeddings is %d; the target's is %d: drafts past it may be worse", spec.where, own, context_len)
+            logger.warning("%s: max_position_embeddings is %d; contexts of %d are served: drafts past it may be worse", spec.where, own, context_len)
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
             self._model = Decoder(spec, checkpoint, dtype, device, ranks, context_len, quantization=quantization)
         (cache,) = self._model.cache_specs(dtype)

@@ -72,7 +72,7 @@ class Eagle:
         width = spec.target_hidden_size * (len(spec.tapped_layers) if len(spec.fc_norms) == 1 else 1)
         self._fc_norms = [weights.norm(name, width) for name in spec.fc_norms]
         rope, size, scale = own.turning
-        self._tables = RopeTables(rope, size, target.max_model_len, weights.dtype, weights.device, scale)
+        self._tables = RopeTables(rope, size, target.context_len, weights.dtype, weights.device, scale)
         # Of EAGLE it is the target's, whatever the folder has.
         has_own = spec.tapped_layers or spec.hidden_size != target.hidden_size
         self._embedding = load_embedding(spec.embedding, spec.hidden_size, checkpoint, target, weights) if has_own else None

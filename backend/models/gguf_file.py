@@ -43,6 +43,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelError for what is no GGUF file, truncated, or lacks a part; ConfigError without the package."""
         self._gguf = import_gguf()
+        kinds = self._gguf.GGMLQuantizationType
+        self._known: dict[gguf.GGMLQuantizationType, bool] = {kinds.F32: True, kinds.F16: True}
         self.path = path
         self.values: Mapping[str, Any] = {}
         self._tensors: dict[str, tuple[Path, gguf.ReaderTensor]] = {}
@@ -92,11 +94,8 @@ class GgufFile:
         """How a tensor's numbers are stored: F32, F16, BF16, Q4_K and so on."""
         return self._tensors[name][1].tensor_type.name
 
-    def read(self, name: str, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
-        """A tensor's numbers in float32, or of a stack of tensors one. Raises ModelError unless it is there, known and of `shape`.
-
-        A dimension of 1 may be left out.
-        """
+    def check(self, name: str, shape: tuple[int, ...], index: int | None = None) -> None:
+        """Raises ModelError unless the tensor is there, of `shape`, and known; of a stack of tensors, each. A dimension of 1 may be left out."""
         if name not in self._tensors:
             raise ModelError(f"{self.path}: tensor {name} is missing")
         path, tensor = self._tensors[name]
@@ -104,11 +103,25 @@ class GgufFile:
         if [n for n in found if n != 1] != [n for n in shape if n != 1] or (index is not None and index >= _shape(tensor)[0]):
             number = "" if index is None else f", of which number {index} is asked for"
             raise ModelError(f"{path}: tensor {name} has shape {_shape(tensor)}{number}; the metadata make it {shape}")
-        try:
-            data = tensor.data if index is None else tensor.data[index]
-            numbers = self._gguf.quants.dequantize(data, tensor.tensor_type)
-        except NotImplementedError:
-            raise ModelError(f"{path}: tensor {name} is stored as {tensor.tensor_type.name}, which the package gguf does not expand") from None
+        if not self._is_known(tensor.tensor_type):
+            raise ModelError(f"{path}: tensor {name} is stored as {tensor.tensor_type.name}, which the package gguf does not expand")
+
+    def _is_known(self, kind: gguf.GGMLQuantizationType) -> bool:
+        """By one block of it, which is tried once."""
+        if kind not in self._known:
+            _, size = self._gguf.GGML_QUANT_SIZES[kind]
+            try:
+                self._gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+                self._known[kind] = True
+            except NotImplementedError:
+                self._known[kind] = False
+        return self._known[kind]
+
+    def read(self, name: str, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
+        """A tensor's numbers in float32, or of a stack of tensors one. Raises ModelError where `check` does."""
+        self.check(name, shape, index)
+        _, tensor = self._tensors[name]
+        numbers = self._gguf.quants.dequantize(tensor.data if index is None else tensor.data[index], tensor.tensor_type)
         return torch.from_numpy(numbers.copy()).reshape(shape)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,35 +38,55 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
     supported, by the names of the file; ConfigError without the package `gguf`, or for a folder that is not empty.
     """
     check_new(out)
-    file = GgufFile(path)
-    model, shapes = _read_model(file), file.shapes
-    config, spec = model.config, _read_spec(file, model)
-    tokenizer, settings, ends = _read_tokenizer(file, spec.vocab_size)
-    config = config | {"bos_token_id": _token(file, "bos", spec.vocab_size), "eos_token_id": ends}
-    weights = _Weights(file, model, spec)
-    wanted = weights.list()
-    if unused := [name for name in shapes if name not in weights.used and not UNREAD.search(name)]:
-        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        raise ModelError(f"{path}: tensor {', '.join(unused[:5])}{more} would not be used: the metadata are those of another model")
+    own = _plan(GgufFile(path))
+    weights, config = own.weights, own.config
     out.mkdir(parents=True, exist_ok=True)
     kinds: list[str] = []
     with ShardWriter(out) as writer:
-        for name, shape in tqdm(wanted.items(), desc=f"Converting {path.name}", unit="tensor", disable=None):  # on terminals alone
+        for name, shape in tqdm(own.wanted.items(), desc=f"Converting {path.name}", unit="tensor", disable=None):  # on terminals alone
             numbers, kind = weights.read(name, shape)
-            own = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
+            kept = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
             kinds += [kind] * (len(shape) == 2)
-            writer.add({name: numbers.to(own)})
+            writer.add({name: numbers.to(kept)})
     _write(out / "config.json", {"dtype": _model_dtype(kinds) if dtype == "auto" else dtype} | config)
-    _write(out / "generation_config.json", _generation(file, config))
-    (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
-    _write(out / "tokenizer_config.json", settings)
+    _write(out / "generation_config.json", _generation(own.file, config))
+    (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
+    _write(out / "tokenizer_config.json", own.settings)
 
 
 def read_file(path: Path) -> tuple[GgufFile, dict[str, Any], DecoderSpec]:
-    """A file, what config.json would say of it, and what its model is made of. Raises ModelError, ConfigError."""
-    file = GgufFile(path)
+    """A file that can be converted, what config.json would say of it, and what its model is made of. Raises ModelError, ConfigError."""
+    own = _plan(GgufFile(path))
+    return own.file, own.config, own.spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What becomes of a file."""
+
+    file: GgufFile
+    config: dict[str, Any]
+    spec: DecoderSpec
+    tokenizer: dict[str, Any]
+    settings: dict[str, Any]
+    """tokenizer_config.json."""
+    weights: _Weights
+    wanted: Shapes
+
+
+def _plan(file: GgufFile) -> _Plan:
+    """Without a look at numbers. Raises ModelError for what is missing, left over, of another shape, or not supported."""
     model = _read_model(file)
-    return file, model.config, _read_spec(file, model)
+    spec = _read_spec(file, model)
+    tokenizer, settings, ends = _read_tokenizer(file, spec.vocab_size)
+    config = model.config | {"bos_token_id": _token(file, "bos", spec.vocab_size), "eos_token_id": ends}
+    weights = _Weights(file, model, spec)
+    wanted = weights.list()
+    if unused := [name for name in file.shapes if name not in weights.used and not UNREAD.search(name)]:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise ModelError(f"{file.path}: tensor {', '.join(unused[:5])}{more} would not be used: the metadata are those of another model")
+    weights.check(wanted)
+    return _Plan(file, config, spec, tokenizer, settings, weights, wanted)
 
 
 def _read_spec(file: GgufFile, model: GgufModel) -> DecoderSpec:
@@ -225,22 +246,34 @@ class _Weights:
     def _has(self, name: str) -> bool:
         return all(source in self._held for source in self._sources(name))
 
+    def check(self, wanted: Shapes) -> None:
+        """Raises ModelError for a tensor of another shape than the metadata make it."""
+        for name, shape in wanted.items():
+            for part in self._parts(name, shape):
+                self._file.check(*part)
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> Sequence[tuple[str, tuple[int, ...], int | None]]:
+        """Of what a weight is made of: the tensor, its shape, and which of a stack it is."""
+        sources, expert = self._sources(name), EXPERT.search(name)
+        if len(sources) == 2:  # keys are stored for queries that are multiplied with them, the other way round
+            heads, rank, key, value = self._latent_sizes
+            return [(sources[0], (heads, rank, key), None), (sources[1], (heads, value, rank), None)]
+        return [(sources[0], shape, int(expert[2]) if expert else None)]
+
+    @property
+    def _latent_sizes(self) -> tuple[int, ...]:
+        return tuple(self._model.config[own] for own in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+
     def read(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, str]:
         """A weight in float32, and the form that it was stored in."""
-        sources, expert = self._sources(name), EXPERT.search(name)
-        if len(sources) == 2:
-            return self._join(sources, name), self._file.kind(sources[0])
-        numbers = self._file.read(sources[0], shape, int(expert[2]) if expert else None)
+        parts = self._parts(name, shape)
+        found, kind = [self._file.read(*part) for part in parts], self._file.kind(parts[0][0])
+        if len(found) == 2:  # keys and values of a latent's heads
+            return torch.cat([found[0].transpose(1, 2), found[1]], dim=1).reshape(shape), kind
+        (numbers,) = found
         if self._model.norm_offset and "norm" in name.rsplit(".", 2)[-2]:
             numbers -= self._model.norm_offset
-        if self._model.is_permuted and (found := re.search(r"\.self_attn\.([qk])_proj\.(weight|bias)$", name)):
-            heads = self._model.config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        if self._model.is_permuted and (own := re.search(r"\.self_attn\.([qk])_proj\.(weight|bias)$", name)):
+            heads = self._model.config["num_attention_heads" if own[1] == "q" else "num_key_value_heads"]
             numbers = numbers.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(shape)
-        return numbers, self._file.kind(sources[0])
-
-    def _join(self, sources: tuple[str, ...], name: str) -> torch.Tensor:
-        """Keys and values of a latent's heads: keys are stored for queries that are multiplied with them, the other way round."""
-        config = self._model.config
-        heads, rank, key, value = (config[own] for own in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
-        keys, values = self._file.read(sources[0], (heads, rank, key)), self._file.read(sources[1], (heads, value, rank))
-        return torch.cat([keys.transpose(1, 2), values], dim=1).reshape(heads * (key + value), rank)
+        return numbers, kind

@@ -98,7 +98,7 @@ class ResidualHeads:
                     f"{target.vocab_size - 1}, and each may come once"
                 )
             self._token_map = ids.to(weights.device)
-        self.prefix = PrefixLayer(spec, weights, target.max_model_len) if spec.prefix is not None else None
+        self.prefix = PrefixLayer(spec, weights, target.context_len) if spec.prefix is not None else None
 
     @staticmethod
     def _make_block(block: Block, weights: Weights) -> tuple[Linear, Linear | None]:

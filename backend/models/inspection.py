@@ -28,7 +28,7 @@ from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import FP8, CheckpointQuantization, Layout
 from backend.models.spec import DecoderSpec, Projection, WeightList
 from backend.parallel.ranks import Ranks
-from backend.quantization import Quantized
+from backend.quantization import Quantized, pad_columns
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import MODEL_METHODS
 from backend.text import Tokenizer
@@ -190,6 +190,8 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
     weights = _weight_bytes(spec, dtype, load.ranks, quantization, stored or ())
     # There products want weights laid out in another way, and rows of the embedding are looked up as they are.
     twice = f"; on CPU {_size(spec.vocab_size * spec.hidden_size * dtype.itemsize / load.ranks)} more for the head" if spec.is_tied else ""
+    if padding := _padding_bytes(spec, dtype, load.ranks, quantization, stored or ()):
+        twice += f"; on a GPU {_size(padding)} more for experts, whose inputs are padded to whole steps of its kernels"
     each = " on each rank" if load.ranks > 1 else ""
     own = "" if kept == dtype else " in fp8"
     kinds = sorted({type(own.mlp).__name__ == "MoeSpec" for own in spec.layers})
@@ -235,15 +237,31 @@ def _weight_bytes(
     return total
 
 
+def _padding_bytes(spec: DecoderSpec, dtype: torch.dtype, ranks: int, quantization: CheckpointQuantization | None, held: Container[str]) -> int:
+    """Beside `_weight_bytes`, of experts in few bits on a GPU: zeros up to whole steps of its kernels."""
+    total = 0
+    for mlp in (layer.mlp for layer in spec.layers):
+        if quantization is None or not isinstance(mlp, MoeSpec):
+            continue
+        layout, inner, hidden = quantization.find(mlp.expert(0)[2].name, held), mlp.inner // ranks, mlp.hidden_size
+        if layout is None or layout.kind == "float4":
+            continue
+        missing = -inner % (ops.STORED_STEP * (2 if layout.bits == 4 else 1))
+        into = 2 * (_kept_bytes(layout, inner + missing, hidden, dtype) - _kept_bytes(layout, inner, hidden, dtype))
+        back = _kept_bytes(layout, hidden, inner, dtype, missing) - _kept_bytes(layout, hidden, inner, dtype)
+        total += mlp.router.num_experts * (into + back)
+    return total
+
+
 @functools.cache
-def _kept_bytes(layout: Layout, out: int, inputs: int, dtype: torch.dtype) -> int:
-    """Of a projection: as kernels have it, which is not as files do."""
+def _kept_bytes(layout: Layout, out: int, inputs: int, dtype: torch.dtype, more_inputs: int = 0) -> int:
+    """Of a projection: as kernels have it, which is not as files do. more_inputs: that are zero."""
     if layout.kind == "float4":
         return out * inputs * dtype.itemsize
     groups = torch.arange(inputs) // (layout.block[1] if layout.block is not None else layout.group or inputs)
     scales = torch.empty(out, int(groups[-1]) + 1, device="meta")
     codes = torch.empty(out, inputs, dtype=torch.int8, device="meta")
-    packed = Quantized(codes, scales, None if layout.is_symmetric else scales, groups, layout.bits).pack()
+    packed = pad_columns(Quantized(codes, scales, None if layout.is_symmetric else scales, groups, layout.bits), more_inputs).pack()
     return sum(part.nbytes for part in (packed.codes, packed.scales, packed.zeros) if part is not None)
 
 

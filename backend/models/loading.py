@@ -35,6 +35,8 @@ class Model(Protocol):
     vocab_size: int
     hidden_size: int
     max_model_len: int
+    context_len: int
+    """The longest that is served: of drafters, too."""
     eos_token_ids: frozenset[int]
     num_layers: int
     heads: ops.Heads

@@ -77,7 +77,7 @@ class Mtp:
             split = Weights(checkpoint, dtype, device, ranks, quantization)
             self.layers = [_Layer(layer, weights, split) for layer in spec.layers]
         rope, size, scale = own.turning
-        self._tables = RopeTables(rope, size, target.max_model_len, dtype, device, scale)
+        self._tables = RopeTables(rope, size, target.context_len, dtype, device, scale)
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The states after the final norm, as they are."""

@@ -16,6 +16,9 @@ UNREAD = ("attn_factor", "extrapolation_factor", "short_mscale", "long_mscale")
 """Keys of other programs' files that say more of how strong rotary embeddings are, or how far they reach: 1 changes nothing."""
 ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 DEFAULT_THETA = 10000.0
+MAX_LEN = 2**24
+"""Of contexts."""
+ORIGINAL_LEN = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,27 @@ def find_scaling(values: Values) -> Values:
     return values.section("rope_parameters" if values.section("rope_scaling").is_empty else "rope_scaling")
 
 
+def _find_kind(scaling: Values) -> object:
+    return next((scaling.get(key) for key in ("rope_type", "type") if scaling.has(key)), "default")
+
+
+def read_context_len(values: Values) -> int:
+    """Tokens of a model's context. Raises ModelError.
+
+    Whoever adds yarn to a config.json, as Qwen's model cards tell to, leaves max_position_embeddings as it is: how far it reaches is what it
+    stretches, so many times (vLLM likewise).
+    """
+    own, scaling = values.integer("max_position_embeddings", MAX_LEN), find_scaling(values)
+    place = values if values.has(ORIGINAL_LEN) else scaling
+    if _find_kind(scaling) != "yarn" or not scaling.has("factor") or not place.has(ORIGINAL_LEN):
+        return own
+    original = place.integer(ORIGINAL_LEN, MAX_LEN)
+    reach = int(original * scaling.number("factor", 1e6))
+    if reach > MAX_LEN:
+        raise scaling.refuse("factor", f"such that {ORIGINAL_LEN} ({original}) times it is {MAX_LEN} at most")
+    return max(own, reach)
+
+
 def read_rope(
     values: Values,
     head_dim: int,
@@ -81,7 +105,7 @@ def read_rope(
     for key in UNREAD:
         if scaling.has(key) and scaling.get(key) != 1:
             raise scaling.refuse(key, "1: what else it means, implementations do not agree on")
-    kind = next((scaling.get(key) for key in ("rope_type", "type") if scaling.has(key)), "default")
+    kind = _find_kind(scaling)
     kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:
         raise ModelError(f"{values.where}: rope scaling {kind!r:.80} is not supported; known: {', '.join(ROPE_KINDS)}")
@@ -104,12 +128,12 @@ def _read_kind(values: Values, scaling: Values, kind: str, rope: RopeSpec, origi
         low, high = scaling.number("low_freq_factor", 1e6), scaling.number("high_freq_factor", 1e6)
         if low >= high:
             raise scaling.refuse("low_freq_factor", f"below high_freq_factor ({high:g})")
-        more |= {"low_freq_factor": low, "high_freq_factor": high, "original_len": scaling.integer("original_max_position_embeddings", 2**24)}
+        more |= {"low_freq_factor": low, "high_freq_factor": high, "original_len": scaling.integer(ORIGINAL_LEN, MAX_LEN)}
     if kind in ("yarn", "longrope"):
-        max_len = values.integer("max_position_embeddings", 2**24)
+        max_len = values.integer("max_position_embeddings", MAX_LEN)
         # A value beside rope_parameters comes first: so do the files of Phi-3.
-        place = values if values.has("original_max_position_embeddings") else scaling
-        own_len = place.integer("original_max_position_embeddings", 2**24, default=original_len or max_len)
+        place = values if values.has(ORIGINAL_LEN) else scaling
+        own_len = place.integer(ORIGINAL_LEN, MAX_LEN, default=original_len or max_len)
         more |= {"original_len": own_len, "factor": scaling.number("factor", 1e6, default=max_len / own_len)}
         if scaling.has("attention_factor"):
             more["attention_factor"] = scaling.number("attention_factor", 1e6)
@@ -123,6 +147,6 @@ def _read_kind(values: Values, scaling: Values, kind: str, rope: RopeSpec, origi
     if kind == "longrope":
         more |= {name: scaling.numbers(name, rope.dim // 2) for name in ("short_factor", "long_factor")}
         if own_len < 2:
-            raise place.refuse("original_max_position_embeddings", "2 at least")
+            raise place.refuse(ORIGINAL_LEN, "2 at least")
     fields = {name: getattr(rope, name) for name in ("dim", "theta", "kind", "is_interleaved")}
     return RopeSpec(**{**fields, **more})  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from backend.models.rope_spec import RopeSpec
+from backend.models.rope_spec import RopeSpec, read_context_len
 from backend.models.values import Values
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def read_decoder(
         values.where,
         values.integer("vocab_size", 2**22),
         values.integer("hidden_size", 2**17),
-        values.integer("max_position_embeddings", 2**24),
+        read_context_len(values),
         frozenset([end] if isinstance(end, int) else end or []),
         tuple(layers),
         values.flag("tie_word_embeddings", default=is_tied),

@@ -58,7 +58,7 @@ class Quantized:
         if (size < SMALLEST_GROUP and len(counts) > 1) or (self.bits == 4 and codes.shape[1] % 2):
             size, order = PADDED_GROUP, _pad_groups(order, counts)
             codes = torch.cat([codes.view(torch.int8), codes.new_zeros(len(codes), 1).view(torch.int8)], dim=1).view(codes.dtype)
-        if not torch.equal(order, torch.arange(codes.shape[1], device=order.device)):
+        if not torch.equal(order, torch.arange(self.codes.shape[1], device=order.device)):  # which a padded one never is
             codes, kept = codes.view(torch.int8)[:, order].view(codes.dtype), order
         pieces = -(-counts // size)
         scales = scales.repeat_interleave(pieces, dim=1)
