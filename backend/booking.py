@@ -66,7 +66,7 @@ class Booking:
         if own.last_tokens:
             self._metrics.inter_token.observe(self.now - own.last_tokens)
         own.last_tokens = self.now
-        # Where a draft has fewer candidates than a tree of fixed shape wants, deeper ones come in their place.
+        # The first drafts may be those of another node, whose trees are others.
         depth = max(num_accepted, request.speculation.depth_of(outcome.num_drafts)) if outcome.num_drafts else 0
         request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth)
         self._metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids), depth)

@@ -17,7 +17,10 @@ from backend.budget.padded import PaddedStep
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival
 from backend.budget.times import Times
-from backend.core import NEVER, Branches, Chain, Evidence, Request, Speculation
+from backend.core import NEVER, Branches, Chain, DraftFaults, Evidence, Request, Scheduled, Speculation
+from backend.drafters.hybrid import HybridDrafter
+from backend.drafters.lookup import StepDrafts
+from backend.drafters.ngram import NgramLookup
 from backend.planned import Drafted
 from backend.sampling_params import SamplingParams
 
@@ -362,6 +365,28 @@ def test_drawn_drafts_are_not_judged_by_what_was_drawn() -> None:
         alone = machine.budget.allot(own, [drawn] * 8, [len(drawn)] * 8, 8)
         with_more = machine.budget.allot(own, [longer] * 4 + [drawn] * 4, [len(drawn)] * 8, 8)
         assert [min(count, len(drawn)) for count in with_more] == alone
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "target_match"])
+def test_a_lookup_takes_the_place_of_drawn_drafts_whatever_was_drawn(strategy: str) -> None:
+    """What the model says of its second draft follows from the first one, and what the step's lookup found behind them from both."""
+
+    class Copied(NgramLookup):
+        def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
+            return [7] * 3, by_match("suffix", 3, 3)
+
+        def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
+            return []
+
+    steps, budget = StepDrafts(), DraftBudget(lambda request: ABILITIES["mtp"], is_exact=False)
+    hybrid, found = HybridDrafter(steps, {"default": [Copied(2, 1)]}, budget, "mtp", asks=False), set()
+    for chances, num_longer in (((0.7, 0.99, 0.99), 3), ((0.7, 0.02), 0)):
+        speculation = Speculation("mtp", 6, strategy, num_model_steps=3)
+        request = Request("r", [1, 2, 3], SamplingParams(), speculation)
+        chain = [*by_probability("mtp", chances), *by_place("ngram", 6, 0.95)[:num_longer]]
+        steps.put(request, [5] * len(chain), [evidence.source for evidence in chain], chain)
+        found.add(hybrid.propose([Scheduled(request, 1, 6)], DraftFaults()).sources[0][0])
+    assert len(found) == (1 if strategy == "rejection" else 2)
 
 
 def test_prompts_and_plain_requests_change_nothing() -> None:

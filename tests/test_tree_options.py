@@ -12,8 +12,11 @@ from backend import LLM, SamplingParams, trees
 from backend.drafters.recycling import RecyclingDrafter
 from backend.errors import ConfigError
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from backend.step.trees import TreeForward
 from backend.trees import make_static, shape_static
 from kernels import structs
+from kernels.request_state import Admission
+from kernels.request_table import RequestTable
 
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
 RECYCLING = {"method": "token_recycling", "adaptive": False}
@@ -109,6 +112,24 @@ def test_what_requests_may_choose() -> None:
     ):
         with pytest.raises(ConfigError, match=f"speculative.{message}"):
             config.resolve(choice)
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_tree_that_is_cut_has_no_deeper_drafts(is_reported: bool) -> None:
+    """Nor where there are fewer candidates than the shape has places, beside a request that wants all of it. is_reported: as on a CPU."""
+    config = SpeculativeConfig.from_dict({**RECYCLING, "tree_paths": [[0], [1], [0, 0], [1, 0], [1, 0, 0]]})
+    table = RequestTable(2, 64, 20, 9, torch.device("cpu"), has_trees=True)
+    table.admit([Admission(i, [1], 1, 60) for i in range(2)])
+    drafter = RecyclingDrafter(9, 2, torch.device("cpu"))
+    drafter.learn(torch.tensor([1, 3, 4]), torch.eye(9)[[2, 4, 6]] + 0.5 * torch.eye(9)[[3, 5, 7]])  # nothing is known of what follows 2
+    fields = torch.zeros(structs.NUM_FIELDS, 2, dtype=torch.int32)
+    fields[structs.INDEX], fields[structs.END], fields[structs.DRAFTER_COUNT] = torch.arange(2), 60, -1
+    fields[structs.MODEL_LIMIT] = torch.tensor([config.resolve({"num_speculative_tokens": n}).num_nodes for n in (2, 3)])
+    tree = TreeForward(config, drafter, table, torch.zeros(2, 8, dtype=torch.int32), 64, torch.float32)
+    newest = torch.ones(2, dtype=torch.long)
+    tree.draft(fields, newest, [newest[:, None]], 5, structs.StepSizes(*[0] * 13), torch.zeros(2, 20) if is_reported else None)
+    assert table.num_drafts[:2].tolist() == [3, 4]
+    assert table.drafts[:2, :4].tolist() == [[2, 3, 4, 0], [2, 3, 4, 6]] and table.parents[1, :4].tolist() == [-1, -1, 1, 2]
 
 
 def test_answers_of_a_form_and_predictions_have_chains(llm_plain) -> None:

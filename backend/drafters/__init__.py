@@ -140,7 +140,7 @@ class Drafters:
         if AUTO in config.loaded_methods and AUTO not in self._host and self._placements[AUTO, ""].host:
             self._step_drafts = self._step_drafts or StepDrafts()
             beside = dict.fromkeys(MTP_STRATEGIES, tuple(lookup for name, lookup in lookups.items() if name != _LOOKUP))
-            self._host[AUTO] = HybridDrafter(self._step_drafts, beside, self.budget, asks=False)
+            self._host[AUTO] = HybridDrafter(self._step_drafts, beside, self.budget, self.model_name, asks=False)
 
     def _load_model_hosts(
         self, config: SpeculativeConfig, lookups: dict[str, Lookup], is_in_step: bool, make_service: Callable[[], DraftService]
@@ -151,17 +151,17 @@ class Drafters:
             from backend.drafters.remote import RemoteDrafter
 
             remote = RemoteDrafter(make_service(), config.draft_sampling)
-            self._host[self.model_name] = HybridDrafter(remote, strategies, self.budget, asks=True)
+            self._host[self.model_name] = HybridDrafter(remote, strategies, self.budget, self.model_name, asks=True)
             if AUTO in config.loaded_methods:
                 every = dict.fromkeys(MTP_STRATEGIES, tuple(lookups.values()))
-                self._host[AUTO] = HybridDrafter(remote, every, self.budget, asks=True)
+                self._host[AUTO] = HybridDrafter(remote, every, self.budget, self.model_name, asks=True)
             return
         self._step_drafts = StepDrafts()
         predicted = dict.fromkeys(MTP_STRATEGIES, (PredictionLookup(config.max_ngram_size),))
-        self._host[f"{self.model_name} {_PREDICTED}"] = HybridDrafter(self._step_drafts, predicted, self.budget, asks=False)
+        self._host[f"{self.model_name} {_PREDICTED}"] = HybridDrafter(self._step_drafts, predicted, self.budget, self.model_name, asks=False)
         for strategy, lookup in strategies.items():
             if host := self._placements[self.model_name, strategy].host:
-                self._host[host] = HybridDrafter(self._step_drafts, {strategy: lookup}, self.budget, asks=False)
+                self._host[host] = HybridDrafter(self._step_drafts, {strategy: lookup}, self.budget, self.model_name, asks=False)
 
     def place(self, request: Request) -> Placement:
         found = find_place(self._placements, request.speculation)

@@ -22,10 +22,12 @@ _Found = list[tuple[list[int], Chain, str]]
 class HybridDrafter:
     """A HostDrafter over a model drafter and lookups."""
 
-    def __init__(self, model: HostDrafter | None, lookups: Mapping[str, Sequence[Lookup]], budget: DraftBudget, *, asks: bool) -> None:
-        """lookups: by the request's mtp_strategy, where others have none; asks: the model computes when it is called, so that those
-        requests alone are shown to it that are worth it."""
-        self._model, self._lookups, self._budget, self._asks = model, lookups, budget, asks
+    def __init__(
+        self, model: HostDrafter | None, lookups: Mapping[str, Sequence[Lookup]], budget: DraftBudget, model_name: str, *, asks: bool
+    ) -> None:
+        """lookups: by the request's mtp_strategy, where others have none; model_name: as in `token_sources`; asks: the model computes when it is
+        called, so that those requests alone are shown to it that are worth it."""
+        self._model, self._lookups, self._budget, self._model_name, self._asks = model, lookups, budget, model_name, asks
 
     def attach(self, store: KvStore) -> None:
         if self._model is not None:
@@ -68,8 +70,7 @@ class HybridDrafter:
         for i, b in enumerate(asked):
             token_ids, sources = part.token_ids[i], part.sources[i]
             chain = part.evidence[i] if part.evidence else judge_model(sources[0], len(sources), ()) if sources else ()
-            # A lookup behind drawn drafts depends on what was drawn, and must not decide whether they are verified.
-            judged = chain if entries[b].request.speculation.verify_strategy == "rejection" else None
+            judged = self._judge_drawn(entries[b], chain)
             longer, name = self._lengthen(entries[b], token_ids)
             draft.token_ids[b], draft.sources[b] = token_ids + longer, sources + [name] * len(longer)
             draft.evidence[b] = [*chain, *judge_longer(name, len(chain), len(longer))]
@@ -79,6 +80,14 @@ class HybridDrafter:
         for b in sorted({*range(len(entries))} - {*asked}):
             self._pick(b, entries[b].request, found[b], draft, None)
         return draft
+
+    def _judge_drawn(self, entry: Scheduled, chain: Chain) -> Chain | None:
+        """What may be judged of drafts that were drawn: the first one alone was known before any was. Those behind it, the model's and a lookup's,
+        depend on what it is, and must not decide whether it is verified. None: all, for nothing was drawn."""
+        speculation = entry.request.speculation
+        if speculation.verify_strategy != "rejection" or not chain or chain[0].source != self._model_name:
+            return None
+        return [chain[0]] * min(speculation.num_model_steps, entry.max_drafts)
 
     def _look_up(self, request: Request, count: int) -> _Found:
         """Of each lookup that finds something, at most `count` tokens."""

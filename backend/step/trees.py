@@ -17,7 +17,7 @@ from backend.step.tree_rows import TreeRows
 from backend.trees import DynamicTree, StaticTree
 from kernels import ops
 from kernels.request_state import RequestState
-from kernels.structs import INDEX, StepSizes
+from kernels.structs import INDEX, MODEL_LIMIT, StepSizes
 
 
 @dataclass(slots=True)
@@ -85,8 +85,12 @@ class TreeForward:
         assert grown is not None
         if isinstance(tree, DynamicTree):
             grown = _keep_best(grown, tree.num_nodes)
-        elif chances is not None:
-            grown = _put_missing_last(grown, self.depth)
+        else:
+            # A request has the first drafts of the shape: none that is deeper than it asked for comes in the place of one that there is not.
+            numbers = torch.arange(grown.token_ids.shape[1], device=fields.device)
+            grown.token_ids = grown.token_ids.masked_fill(numbers >= fields[MODEL_LIMIT][:, None], -1)
+            if chances is not None:
+                grown = _put_missing_last(grown, self.depth)
         if chances is not None:
             chances[indices.long()] = 0
             chances[indices.long(), : grown.token_ids.shape[1]] = _chances_of(grown)[:, : chances.shape[1]]
