@@ -340,7 +340,7 @@ class Planner:
         if not is_exact:
             draft_seconds -= step.host_seconds  # it is the host's time, which the device does not wait for
             is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
-            padded = PaddedStep(plan.num_queries - 1, plan.prompt_rows, step.is_waited_for, is_behind, asked_host)
+            padded = PaddedStep(plan.num_queries - 1, step.is_waited_for, is_behind, asked_host)
         seen = StepSeen(
             num_requests=len(step.entries),
             num_rows=len(step.entries) + num_drafts if padded is None else plan.num_tokens,

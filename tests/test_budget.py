@@ -131,7 +131,7 @@ class Machine:
                 num_model=made,
                 num_asked=num_asked,
                 draft_ends=[following + draft * (count + 1) / made for count in range(made)] if self.is_exact else (),
-                padded=None if self.is_exact else PaddedStep(max(drafts), num_prompt_rows, False, False, [False] * len(may)),
+                padded=None if self.is_exact else PaddedStep(max(drafts), False, False, [False] * len(may)),
             ),
         )
         self.seconds += verify + following + draft

@@ -221,7 +221,7 @@ class Simulation:
                     draft_seconds=self.draft if num_model else 1e-5,
                     num_model=num_model,
                     num_asked=int(num_model > 0),
-                    padded=PaddedStep(limit, 0, waits, False, [waits]),
+                    padded=PaddedStep(limit, waits, False, [waits]),
                 ),
             )
             budget.note_host(1, self.host if waits else 2e-4, waits, False)

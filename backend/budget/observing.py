@@ -64,7 +64,7 @@ class Observing:
             times.add_tokens(num_emitted)
         else:
             seconds = step.verify_seconds, step.draft_seconds
-            times.add_device(number, step.num_rows, padded.num_prompt_rows, step.num_keys, num_emitted, *seconds, num_model, num_asked)
+            times.add_device(number, step.num_rows, step.num_prompt_rows, step.num_keys, num_emitted, *seconds, num_model, num_asked)
         if number and is_limited and not step.num_prompts:
             whole = times.step(number, padded.most_drafts, num_model, num_asked, padded.is_waited_for, num_emitted)
             self._limits.note_actual(num_emitted, whole)

@@ -26,7 +26,6 @@ class PaddedStep(NamedTuple):
 
     most_drafts: int
     """That a request was given room for."""
-    num_prompt_rows: int
     is_waited_for: bool
     """No other was under way when it was planned."""
     is_behind: bool
