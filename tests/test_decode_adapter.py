@@ -356,3 +356,16 @@ def test_workers_withdraw_and_end() -> None:
     assert handled == [["bad"], ["same"], ["good"]] and handled[1] is jobs[2]
     with pytest.raises(CapacityError, match="shutting down"):
         workers.put(["more"], 1)
+
+
+def test_the_tokenizer_takes_what_the_model_takes(adapter, tmp_path):
+    """Of a context that yarn stretches, too."""
+    from backend.adapters.tokenizer import MAX_CHARACTERS, _max_characters
+    from backend.intake import MAX_CHARACTERS_PER_TOKEN
+
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for values, expected in (({}, 128), ({"rope_scaling": yarn}, 256)):
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 128, **values}))
+        assert _max_characters(tmp_path) == expected * MAX_CHARACTERS_PER_TOKEN
+    (tmp_path / "config.json").write_text("{}")
+    assert _max_characters(tmp_path) == MAX_CHARACTERS

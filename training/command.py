@@ -15,7 +15,6 @@ import torch
 
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.model_checks import check_model
-from backend.model_files import read_config
 from backend.models.dflash_spec import MARKOV_KINDS
 from training.data import PROMPT_SHARE, Reader, choose_draft_ids, choose_mask_token, cut_prompts, write_answers
 from training.drafters import KINDS
@@ -266,7 +265,7 @@ def _distil(args: argparse.Namespace, documents: list[np.ndarray]) -> list[np.nd
     prompts = cut_prompts(documents, args.context, args.answers, args.seed)
     longest = max(map(len, prompts), default=0)
     most = args.answer_tokens or args.context - args.context // PROMPT_SHARE
-    limit = read_config(args.model)["max_position_embeddings"]
+    limit = check_model(args.model).max_model_len
     if longest + most > limit:
         raise ValueError(f"prompts of {longest} tokens and --answer-tokens {most} are more than the model's own limit {limit}")
     device = "cpu" if args.device == "cpu" else "auto"

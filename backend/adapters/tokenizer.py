@@ -22,6 +22,8 @@ from backend.adapters.stub import (
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from backend.model_files import read_config
+from backend.models.rope_spec import read_context_len
+from backend.models.values import Values
 from backend.text import Tokenizer
 from backend.tools import find_format
 
@@ -38,10 +40,9 @@ BESIDE_MESSAGES = ("tools", "chat_template_kwargs")
 def _max_characters(folder: Path) -> int:
     """As many for each token of the context as the decode model takes: tokenizing more would hold up everybody else."""
     try:
-        length = read_config(folder).get("max_position_embeddings")
+        return read_context_len(Values(read_config(folder), f"{folder}/config.json")) * MAX_CHARACTERS_PER_TOKEN
     except ModelError:  # which the decode model reports
-        length = None
-    return length * MAX_CHARACTERS_PER_TOKEN if isinstance(length, int) and length > 0 else MAX_CHARACTERS
+        return MAX_CHARACTERS
 
 
 class TritonPythonModel:

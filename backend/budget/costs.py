@@ -85,9 +85,9 @@ class StepCosts:
         """With what a step takes besides; 0 before anything was measured. Where rows are padded, beyond those that were measured with so many
         requests, times of any number of them say how it goes on."""
         if self._is_exact:
-            if not self.is_known:
-                return 0.0
-            return (self._beside.at_alone(rows) if self.is_beside_prompts else self._line.at(rows, self._keys)) + (self._rest or 0.0)
+            if self.is_beside_prompts:
+                return self._beside.at_alone(rows) + (self._rest or 0.0)
+            return self._line.at(rows, self._keys) + (self._rest or 0.0) if self._line else 0.0
         if not self._verify:
             return 0.0
         whole, own = self._verify.at(rows), self._own

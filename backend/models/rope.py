@@ -21,7 +21,7 @@ def frequencies(rope: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
 
     context_len: the longest context. Where LongRoPE has other factors for contexts past the original one, that length decides which: a
     token's keys must not depend on how long the request, or another that shares its pages, becomes. `dynamic` changes nothing up to
-    max_position_embeddings, which is the limit here.
+    max_position_embeddings, which is its limit here.
     """
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents
