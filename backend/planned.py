@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from backend.budget import Chain, by_branch, by_match
+from backend.budget import Chain, by_branch, by_match, by_place
 from backend.core import NEVER, Scheduled
 from backend.drafters import Placement
 from backend.drafters.lookup import judge_longer, judge_model, judge_places
+from backend.grammar import SOURCE
 from backend.step.plan import StepPlan
 
 if TYPE_CHECKING:
     import torch
 
     from backend.grammar import Matcher
+
+(FORCED,) = by_place(SOURCE, 1, 0.999)
+"""A token that a grammar forces stands where those before it do."""
 
 
 @dataclass(slots=True)
@@ -80,7 +84,8 @@ class Drafted:
         chain = judge_model(model_name, num_model, self.chances)
         if num_model == len(sources):
             return chain
-        return [*chain, *(judge_longer(source, place, 1)[0] for place, source in enumerate(sources[num_model:], num_model))]
+        others = enumerate(sources[num_model:], num_model)
+        return [*chain, *(FORCED if source == SOURCE else judge_longer(source, place, 1)[0] for place, source in others)]
 
 
 def follow(token_ids: Sequence[int], parents: Sequence[int], accepted: Sequence[int]) -> list[int]:

@@ -493,6 +493,19 @@ def test_drafts_behind_a_model_that_stopped_early_are_the_lookups() -> None:
     assert [evidence.source for evidence in early.judge(4, "mtp", "ngram")] == ["mtp"] * 2 + ["ngram"] * 2
 
 
+@pytest.mark.parametrize("chances", [[], [0.9]])
+def test_what_a_grammar_forces_stands_where_what_is_before_it_does(chances) -> None:
+    """From the first answer on: nothing has to be learned of it."""
+    behind = Drafted(["mtp", "grammar", "grammar"], chances=chances, token_ids=[1, 2, 3], num_model=1)
+    survival = Survival()
+    first, second, third = survival.survivals("a", behind.judge(3, "mtp", "ngram"))
+    assert third == pytest.approx(second, rel=2e-3) == pytest.approx(first, rel=4e-3)
+    alone = Drafted(["grammar"] * 4, token_ids=[1, 2, 3, 4])
+    assert survival.survivals("b", alone.judge(4, "mtp", "ngram"))[3] > 0.99
+    longer = Drafted(["mtp", "ngram", "grammar"], chances=chances, token_ids=[1, 2, 3], num_model=1)
+    assert [evidence.source for evidence in longer.judge(3, "mtp", "ngram")] == longer.sources
+
+
 def test_survival_is_what_stood_and_a_requests_own() -> None:
     survival, chain = Survival(), by_probability("mtp", [0.95, 0.55])
     assert survival.survivals("a", chain)[0] == pytest.approx(0.95)
