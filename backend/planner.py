@@ -25,13 +25,15 @@ from backend.step.plan import MILLION, Arrival, StepPlan
 from backend.step_drafting import StepDrafting
 from backend.step_grammars import StepGrammars
 from kernels.request_state import Admission
-from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
+from kernels.structs import DRAFTER_COUNT, PREFIX_GROUP, PREFIX_LEN
 
 MAX_LAG = 512
 """Tokens of a prompt that a model drafter may be spared, to catch up in one step if it is asked after all."""
 
-PLAIN_ROW = (-1, 1, 1, 0, 0, 0, -1, NEVER)
-"""Of a row that decodes one token and drafts nothing, the fields from FIRST to LOOKUP_ALONE."""
+ALONE = (-1, 0, -1)
+"""The fields after LOOKUP_ALONE of a row without a shared prefix and without masks."""
+PLAIN_ROW = (-1, 1, 1, 0, 0, 0, -1, NEVER, *ALONE)
+"""Of a row that decodes one token and drafts nothing, the fields from FIRST on."""
 
 
 class Planner:
@@ -133,9 +135,7 @@ class Planner:
                 rows.append(self._row(step, entry, own, is_prompt))
         plan.least_standing, plan.trust = int(self._budget.least_standing() * MILLION), int(self._budget.trust * MILLION)
         self._budget.expect_drafts(plan.num_model_drafts, step.num_asked)
-        plan.fields = np.zeros((NUM_FIELDS, len(entries)), dtype=np.int32)
-        plan.fields[:PREFIX_GROUP] = np.array(rows, dtype=np.int32).T
-        plan.fields[[PREFIX_GROUP, MASK]] = -1
+        plan.fields = np.array(rows, dtype=np.int32).T.copy()
         plan.num_prompts = len(prompts)
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
@@ -204,7 +204,7 @@ class Planner:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _row(self, step: PlannedStep, entry: Scheduled, known: Known, is_prompt: bool) -> tuple[int, ...]:
-        """One row's fields up to LOOKUP_ALONE. Notes what the step will have drafted for the request at its end."""
+        """One row's fields. Notes what the step will have drafted for the request at its end."""
         request, plan, place, budget = entry.request, step.plan, known.place, self._budget
         verified = Drafted() if is_prompt else known.drafted
         if verified.sources:
@@ -245,7 +245,7 @@ class Planner:
             if request.scores_prompt and entry.begin < last:
                 plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
         head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
-        return (*head, drafter_count, model_limit, lookup_limit, alone)
+        return (*head, drafter_count, model_limit, lookup_limit, alone, *ALONE)
 
     def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""

@@ -72,7 +72,20 @@ class Pair:
             self.decode.settle()
             return self.fetched() > before
 
-        wait_for(is_fetched, "a prompt that the prefill node computed")
+        try:
+            wait_for(is_fetched, "a prompt that the prefill node computed")
+        except AssertionError as error:
+            error.add_note(self.describe())
+            raise
+
+    def describe(self) -> str:
+        """What the nodes told: their counts, and the ends of their logs."""
+        told = []
+        for server in (self.decode, self.prefill):
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                told += [line for line in server.metrics_text().splitlines() if line.startswith("foretoken_pd_") and not line.endswith(" 0")]
+            told += server.log.read_text(errors="replace").splitlines()[-40:]
+        return "\n".join(told)
 
     def wait_until_alone(self, before: float) -> None:
         """The decode node has computed prompts since it counted so many: of those that were under way, or that come now, where none was any more."""

@@ -141,15 +141,16 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
 # -- what is chosen ------------------------------------------------------------------------------------------------------
 
 
-def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step() -> None:
+@pytest.mark.parametrize(("number", "steps"), [(8, 1), (16, 2), (64, 8), (128, 8)])
+def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step(number: int, steps: int) -> None:
     budget = DraftBudget(lambda request: Ability(lookup="ngram"), is_exact=False)
     own = Speculation("ngram", TOP, is_adaptive=False)
-    requests = [Request(str(number), [1, 2], SamplingParams(), speculation=own) for number in range(128)]
+    requests = [Request(str(n), [1, 2], SamplingParams(), speculation=own) for n in range(number)]
     learned = 0
-    for _ in range(8):
+    for _ in range(steps):
         budget.begin(requests)
         learned += sum(budget.note_verified(request, TOP) for request in requests)
-    assert learned == 128 and budget.chosen.count == 8 * 128, "each once in eight steps"
+    assert learned == number and budget.chosen.count == steps * number, "each once in so many steps"
 
 
 def test_a_step_takes_the_devices_time_or_the_hosts() -> None:

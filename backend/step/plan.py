@@ -120,7 +120,7 @@ class StepPlan:
     @property
     def prompt_rows(self) -> int:
         """Tokens of the prompt rows."""
-        return int(self.fields[COUNT, : self.num_prompts].sum())
+        return int(self.fields[COUNT, : self.num_prompts].sum()) if self.num_prompts else 0
 
     def padded_fields(self, num_rows: int, dummy_index: int) -> np.ndarray:
         """The fields with rows of nobody after the last, up to num_rows."""
