@@ -1,9 +1,11 @@
-"""Memory that a long-lived process has freed, and its allocator keeps."""
+"""The allocator's memory: what a long-lived process has freed, and it keeps; and what it hands out with whatever was there."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
+from collections.abc import Iterator
 
 IDLE_SHARE = 0.1
 """Of one core: a process that uses less has little to do."""
@@ -12,6 +14,8 @@ TRIM_SECONDS, MAX_TRIM_SECONDS = 5.0, 120.0
 other threads that allocate may wait."""
 MIN_BUSY_SECONDS = 1.0
 """A process that has done less since then has nothing to give back."""
+M_PERTURB, ZERO = -6, 0xFF
+"""glibc's option, and what it takes for memory to be zero: the complement."""
 
 
 def give_back() -> None:
@@ -21,6 +25,20 @@ def give_back() -> None:
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_set_option = getattr(ctypes.PyDLL(None), "mallopt", None)
+"""Python's lock is kept: it takes less than to give it away."""
+
+
+@contextlib.contextmanager
+def zeroed() -> Iterator[None]:
+    """What any thread allocates meanwhile is zero, but for pieces of a kilobyte and less. Where the allocator is another than glibc's: nothing."""
+    if _set_option is not None:
+        _set_option(M_PERTURB, ZERO)
+    try:
+        yield
+    finally:
+        if _set_option is not None:
+            _set_option(M_PERTURB, 0)
 
 
 class Heap:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from backend.errors import ConfigError, TransferError
+from backend.heap import zeroed
 from backend.kv_store import KvStore
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class PageTransfer:
 
     def serve(self) -> None:
         """Lets others' reads get on where the network wants this side for that (TCP). To be called again and again while there may be some."""
-        self._agent.get_new_notifs()
+        with zeroed():  # UCX (of NIXL 1.5.1) answers reads by requests whose datatype it leaves unset, and goes by it when a reader has died
+            self._agent.get_new_notifs()
 
     def _release(self, handle: Any) -> None:
         try:
