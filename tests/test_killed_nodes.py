@@ -73,15 +73,15 @@ transfer = PageTransfer("reader", Store())
 for number, (offerer, told) in enumerate(offerers):
     address = address_of(told)
     read(transfer, address)
-    handle = transfer.read(address, PAGES, PAGES)
+    handles = [transfer.read(address, PAGES, PAGES) for _ in range(4)]
     time.sleep(0.001 * number)
     end(offerer, told)
-    try:
-        while not transfer.is_done(handle):
-            time.sleep(0.0002)
-    except TransferError:
-        pass
-    transfer.forget(address)
+    for handle in handles:
+        try:
+            while not transfer.is_done(handle):
+                time.sleep(0.0002)
+        except TransferError:
+            transfer.forget(address)  # while others are under way
 """
 
 
