@@ -15,7 +15,7 @@ from backend.section import Section, choose, require
 
 ROLES = ("mixed", "prefill", "decode")
 SCHEDULERS = ("local", "redis")
-TRANSFER_BACKENDS = ("nixl",)
+TRANSFER_BACKENDS = ("auto", "nixl", "tcp")
 MAX_TTL = 10**9
 
 
@@ -42,8 +42,12 @@ class DisaggregationConfig(Section):
     """What all keys in Redis begin with: nodes of one topic work for each other."""
     scheduler_ttl: int = 900
     """Seconds after which Redis forgets streams that nobody writes to; not fewer than job_seconds."""
-    transfer_backend: str = "nixl"
-    """What moves pages: nixl."""
+    transfer_backend: str = "auto"
+    """What moves pages, the same on all nodes: nixl (RDMA, and GPUs within a host), tcp (plain connections, of pages in the host's memory), or auto:
+    nixl on GPUs and where there are RDMA devices, else tcp. By nixl without RDMA between two hosts, a decode node that dies while it reads can
+    end the prefill node."""
+    transfer_host: str | None = None
+    """With tcp, this node's address for those that read its pages. Default: all that the host has."""
     node_id: str | None = None
     """Name of this node in Redis and in logs, where a random number follows it. Default: host name and process."""
     heartbeat_seconds: float = 1.0
@@ -71,6 +75,7 @@ class DisaggregationConfig(Section):
         require(
             is_host(self.scheduler_host), "scheduler_host", self.scheduler_host, "a host's name or address alone; scheduler_port is a key of its own"
         )
+        require(self.transfer_host is None or is_own_address(self.transfer_host), "transfer_host", self.transfer_host, "an IP address of this host")
         good = self.scheduler_password_file is None or self.scheduler_password_variable is None
         require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
         for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
@@ -86,11 +91,19 @@ class DisaggregationConfig(Section):
         return self.scheduler_name == "redis"
 
 
-def is_host(value: str) -> bool:
-    """Not an URL, a socket's path, or a host with its port: none would ever be found."""
+def is_address(value: str) -> bool:
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(value))
-    return not set(value) & set(":/[]@, \t\n")
+    return False
+
+
+def is_own_address(value: str) -> bool:
+    return is_address(value) and not ipaddress.ip_address(value).is_unspecified
+
+
+def is_host(value: str) -> bool:
+    """Not an URL, a socket's path, or a host with its port: none would ever be found."""
+    return is_address(value) or not set(value) & set(":/[]@, \t\n")
 
 
 def is_text(value: str) -> bool:

@@ -139,7 +139,7 @@ def check_nodes(engine: EngineConfig) -> None:
     needs = ("redis",) if sys.version_info >= (3, 12) else ("redis", "async_timeout")  # which a server's stub of an older 3.11 wants as well
     if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
         raise LaunchError(f"scheduler_name redis: {missing[0]} is not installed: pip install 'foretoken-triton[disaggregation]'")
-    if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu13", "nixl_cu12")):
+    if engine.disaggregation.transfer_backend == "nixl" and not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu13", "nixl_cu12")):
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 
 

@@ -32,7 +32,7 @@ from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.prefill import GROUP, count_waiting
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
-from backend.disaggregation.transfer import PageTransfer
+from backend.disaggregation.transfers import Way
 from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
@@ -411,10 +411,12 @@ def test_nodes_of_another_version_are_told_apart(caplog) -> None:
     here = NodeInfo("here", "decode", VERSION, "layout", {}, ["mtp"], 100, [])
     there = dataclasses.replace(here, node_id="there", role="prefill")
     choice = NodeChoice("layout", 16)
-    good, old = (RedisState({"there": dataclasses.replace(there, version=v)}, is_connected=True) for v in (VERSION, VERSION + 1))
+    changes: list[dict[str, Any]] = [{"version": VERSION}, {"version": VERSION + 1}, {"address": [{"kind": "TCP"}]}]
+    good, old, other = (RedisState({"there": dataclasses.replace(there, **change)}, is_connected=True) for change in changes)
     assert choice.fitting(good, REQUEST) and choice.choose(good, REQUEST, {}) == there
     assert not choice.fitting(old, REQUEST) and choice.choose(old, REQUEST, {}) is None
     assert choice.why_none(old, REQUEST) == "fingerprint"
+    assert not choice.fitting(other, REQUEST) and here.differences(other.peers["there"]) == "transfer_backend nixl here, tcp there"
     for _ in range(2):
         choice.tell_refused(here, good)
         choice.tell_refused(here, old)
@@ -496,11 +498,13 @@ def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- pages --------------------------------------------------------------------------------------------------------------
 
 
-def test_pages_are_read_from_another_agent() -> None:
+@pytest.mark.parametrize("backend", ["nixl", "tcp"])
+def test_pages_are_read_from_another_node(backend: str) -> None:
+    way = Way(backend, ("127.0.0.1", 1))
     spec = [CacheSpec("keys", (4, 8), torch.float32, 2)]
     here, there = (KvStore(spec, 8, 6, torch.device("cpu")) for _ in range(2))
     there.memory.copy_(torch.randint(0, 255, there.memory.shape, dtype=torch.uint8))
-    one, other = PageTransfer("reader", here, num_scratch_bytes=1), PageTransfer("offerer", there)
+    one, other = way.open("reader", here, num_scratch_bytes=1), way.open("offerer", there)
 
     def is_read() -> bool:
         other.serve()
@@ -525,7 +529,10 @@ def test_pages_are_read_from_another_agent() -> None:
     with pytest.raises(TransferError, match="pages of 4 bytes cannot be read"):
         one.read(dataclasses.replace(other.address, page_bytes=4), [0], [0])
     with pytest.raises(TransferError):
-        one.read(dataclasses.replace(other.address, metadata=b"nonsense"), [0], [0])
+        handle = one.read(dataclasses.replace(other.address, metadata=b"nonsense"), [0], [0])
+        wait_for(is_read, "a read from nobody")
+    with pytest.raises(TransferError, match=f"transfer_backend is {backend} here, {'tcp' if backend == 'nixl' else 'nixl'} on the other node"):
+        one.read(dataclasses.replace(other.address, kind="DRAM" if backend == "tcp" else "TCP"), [0], [0])
     one.forget(other.address)
     handle = one.read(other.address, [1], [0])
     wait_for(is_read, "a read after the peer was forgotten")
@@ -688,7 +695,7 @@ def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> N
         assert here.generate(own, SAMPLED, choice) == expect(llm_all, own, SAMPLED, choice)
     assert not here.fallbacks and here.num_fetched == 6
     right = there.nodes._address
-    there.nodes._address = [right[0], {**right[1], "begin": right[1]["begin"] + 2**40}]
+    there.nodes._address = [right[0], {**right[1], "metadata": "00"}]
     wait_for(lambda: any(info.address != right for info in here.nodes.node.state.peers.values()), "a wrong address of rank 1")
     check_alone(here, llm_all, "transfer", 48, count=1)
     there.check_idle()
@@ -942,12 +949,13 @@ def test_nodes_that_fail_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.choose(both, REQUEST, {}) == bad, "it was gone since"
 
 
-def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the other node has not offered: the transfer fails, and the next one, of memory that it has, does not."""
+@pytest.mark.parametrize(("backend", "wrong"), [("nixl", {"begin": 2**40}), ("tcp", {"metadata": "00" * 16})])
+def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch, backend: str, wrong: dict[str, Any]) -> None:
+    """Memory that the other node has not offered, or not to this one: the transfer fails, and the next one, of memory that it has, does not."""
     monkeypatch.setattr(choosing, "REST_SECONDS", 0.01)
-    there, here = cluster.make("prefill"), cluster.make("decode")
+    there, here = (cluster.make(role, transfer_backend=backend) for role in ("prefill", "decode"))
     right = there.nodes._address
-    there.nodes._address = [{**right[0], "begin": right[0]["begin"] + 2**40}]
+    there.nodes._address = [{**right[0], **wrong}]
     wait_for(lambda: any(info.address != right for info in here.nodes.node.state.peers.values()), "the wrong address")
     check_alone(here, llm_all, "transfer", 68)
     there.nodes._address = right

@@ -28,7 +28,7 @@ from tests.test_drafter_server import stub_of
 from tests.test_drafter_server import wait_for as wait_until
 
 SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
-SECTION = {"heartbeat_seconds": 1.0, "lease_seconds": 5, "job_seconds": 8}
+SECTION = {"heartbeat_seconds": 1.0, "lease_seconds": 5, "job_seconds": 8, "transfer_backend": "tcp"}
 """A node that a busy machine lets stand still for less than three heartbeats is not taken for dead."""
 PROMPTS = code_prompts(6, (800, 1500), seed=71)
 NUMBERS = itertools.count(1)
@@ -111,14 +111,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION, "num_threads": 1, "hang_seconds": 10}
         (folder / "node.yaml").write_text(yaml.safe_dump(values))
         common = (f"--config={folder / 'node.yaml'}", f"--scheduler-host={other.own}", f"--scheduler-port={redis.port}", "--drain-seconds=2")
-        # By TCP, though both could read each other's memory: the kernel of two hosts is one here.
-        programs = [("env", "UCX_TLS=tcp", f"UCX_NET_DEVICES={device}", *FORETOKEN) for device in other.devices]
         with contextlib.ExitStack() as prefill, contextlib.ExitStack() as decode:
             starts = [
                 threads.submit(own.enter_context, serve(folder / f"node-{role}" / "log", f"--role={role}", *common, program=program, host=host))
                 for role, own, program, host in (
-                    ("prefill", prefill, (*other.prefix, *programs[1]), other.address),
-                    ("decode", decode, programs[0], "127.0.0.1"),
+                    ("prefill", prefill, (*other.prefix, *FORETOKEN), other.address),
+                    ("decode", decode, FORETOKEN, "127.0.0.1"),
                 )
             ]
             wait(starts)

@@ -34,10 +34,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
     with other_host() as other, ThreadPoolExecutor(4) as threads, contextlib.ExitStack() as stack:
         own = ("--bind", *dict.fromkeys(("127.0.0.1", other.own)), "--protected-mode", "no")
         redis = stack.enter_context(redis_server(free_ports(1)[0], folder, *own))
-        values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION, "num_threads": 1, "hang_seconds": 10}
+        values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION | {"transfer_backend": "nixl"}, "num_threads": 1, "hang_seconds": 10}
         values |= {"tensor_parallel_size": 2, "nnodes": 2, "scheduler_host": other.own, "scheduler_port": redis.port, "drain_seconds": 2}
         (folder / "node.yaml").write_text(yaml.safe_dump(values))
         ports = free_ports(2)
+        # By TCP, though both could read each other's memory: the kernel of two hosts is one here.
         here, there = [("env", "UCX_TLS=tcp", f"UCX_NET_DEVICES={device}", *FORETOKEN) for device in other.devices]
         places = [("127.0.0.1", here), (other.address, (*other.prefix, *there))]
         starts = {}

@@ -38,9 +38,9 @@ class Rest(NamedTuple):
 class NodeChoice:
     """What a decode node knows of prefill nodes. `fitting` and `why_none` are safe from any thread, the rest is one thread's."""
 
-    def __init__(self, fingerprint: str, page_size: int) -> None:
-        """fingerprint: of this node's pages."""
-        self._fingerprint, self._page_size = fingerprint, page_size
+    def __init__(self, fingerprint: str, page_size: int, transfer_backend: str = "nixl") -> None:
+        """fingerprint: of this node's pages; transfer_backend: what moves them."""
+        self._fingerprint, self._page_size, self._transfer_backend = fingerprint, page_size, transfer_backend
         self._places: OrderedDict[bytes, str] = OrderedDict()
         """Nodes by the chain hash of a prompt's page that they have computed."""
         self._loads: dict[str, tuple[float, int]] = {}
@@ -53,7 +53,7 @@ class NodeChoice:
         """Of nodes that have failed, and that nothing has come from since: also of those whose rest is over."""
 
     def _can_exchange(self, info: NodeInfo) -> bool:
-        return info.version == VERSION and info.fingerprint == self._fingerprint
+        return (info.version, info.fingerprint, info.transfer_backend) == (VERSION, self._fingerprint, self._transfer_backend)
 
     @property
     def has_hung(self) -> bool:

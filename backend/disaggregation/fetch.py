@@ -61,7 +61,7 @@ class PageFetcher:
         """By job; its own thread's."""
         self._jobs: dict[str, str] = {}
         """Jobs by request; the engine thread's."""
-        self._choice = NodeChoice(engine.worker.store.fingerprint, engine.config.page_size)
+        self._choice = NodeChoice(engine.worker.store.fingerprint, engine.config.page_size, transfer.address[0].backend)
         self._unplaced: list[tuple[Request, str]] = []
         """Prompts, and nodes that have been asked for them, which the choice of the next one's does not know yet."""
         self._look_due = 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.disaggregation.records import VERSION
-from backend.disaggregation.transfer import PageAddress
+from backend.disaggregation.transfer import PageAddress, backend_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,16 @@ class NodeInfo:
     is_leaving: bool = False
     """It is to get no more jobs, and ends those that it has."""
 
+    @property
+    def transfer_backend(self) -> str:
+        return backend_of(self.address[0]["kind"] if self.address else "")
+
     def differences(self, other: NodeInfo) -> str:
         """Both values of what keeps two nodes from exchanging pages; empty: nothing does."""
         if self.version != other.version:
             return f"version {self.version} here, {other.version} there"
+        if self.transfer_backend != other.transfer_backend:
+            return f"transfer_backend {self.transfer_backend} here, {other.transfer_backend} there"
         if self.fingerprint == other.fingerprint:
             return ""
         keys = [key for key in {**self.layout, **other.layout} if self.layout.get(key) != other.layout.get(key)]

@@ -59,7 +59,7 @@ class _Open:
 
 class PrefillService:
     """One thread reads jobs, one compiles the grammars of those that have one, which others are not to wait for, and one serves reads of pages while
-    there are some; the engine's thread does the rest."""
+    there are some, where they want that; the engine's thread does the rest."""
 
     def __init__(self, engine: Engine, node: Node, transfer: NodeTransfer) -> None:
         self._engine, self._node, self._transfer = engine, node, transfer
@@ -80,7 +80,7 @@ class PrefillService:
         """Of jobs that wait, or were taken since the heartbeat before the last one: the greatest age."""
         self._taken_seconds = 0.0
         """The greatest age of those that were taken since the last heartbeat, when they were."""
-        own = {"jobs": self._take_jobs, "pages": self._serve}
+        own = {"jobs": self._take_jobs} | ({"pages": self._serve} if transfer.is_served else {})
         self._threads = [self._slow.thread, *(threading.Thread(target=run, name=name, daemon=True) for name, run in own.items())]
         self._has_offers = threading.Event()
         engine.hand_overs.sink = self

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from backend.disaggregation.transfer import PageAddress, PageTransfer
+from backend.disaggregation.transfer import PageAddress
+from backend.disaggregation.transfers import Transfer, Way
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import KvStore
 from backend.parallel.lines import BEAT_SECONDS, Order, Orders
@@ -33,7 +34,7 @@ class RankPages:
     def __init__(self, store: KvStore, orders: Orders, num_done: Callable[[], int]) -> None:
         """num_done: steps that this rank has computed."""
         self._store, self._orders, self._num_done = store, orders, num_done
-        self._transfer: PageTransfer | None = None
+        self._transfer: Transfer | None = None
         self._reads: list[_Read] = []
         self._serve_end = 0.0
         orders.handle({"open": self._open, "read": self._begin, "forget": self._forget, "serve": self._serve})
@@ -46,7 +47,7 @@ class RankPages:
 
     def _open(self, order: Order) -> None:
         try:
-            self._transfer = PageTransfer(order["name"], self._store)
+            self._transfer = Way.from_dict(order["way"]).open(order["name"], self._store, is_follower=True)
         except ConfigError as error:
             self._orders.reply({"open": {"error": str(error)}})
             return

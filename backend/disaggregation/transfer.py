@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 from collections.abc import Sequence
@@ -26,24 +27,39 @@ class PageAddress:
     """Where a node's pages lie, for others to read."""
 
     metadata: bytes
-    """NIXL's, of the node's agent."""
+    """NIXL's, of the node's agent; of TCP: the token that a reader has to send."""
     begin: int
-    """Of page 0."""
+    """Of page 0, for NIXL."""
     page_bytes: int
     kind: str
-    """DRAM or VRAM."""
+    """DRAM or VRAM, for NIXL; or TCP."""
     device: int
+    hosts: tuple[str, ...] = ()
+    """Of TCP: addresses of the node, to be tried in turn."""
+    port: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        return {"metadata": self.metadata.hex(), "begin": self.begin, "page_bytes": self.page_bytes, "kind": self.kind, "device": self.device}
+        return dataclasses.asdict(self) | {"metadata": self.metadata.hex(), "hosts": list(self.hosts)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PageAddress:
-        return cls(**{**values, "metadata": bytes.fromhex(values["metadata"])})
+        return cls(**{**values, "metadata": bytes.fromhex(values["metadata"]), "hosts": tuple(map(str, values["hosts"]))})
+
+    @property
+    def backend(self) -> str:
+        """What moves these pages."""
+        return backend_of(self.kind)
+
+
+def backend_of(kind: str) -> str:
+    return "tcp" if kind == "TCP" else "nixl"
 
 
 class PageTransfer:
     """Offers the pages of a store, and reads others'. Pages that lie side by side on both nodes are one piece. Safe from any thread."""
+
+    is_served = True
+    """`serve` has to be called for others' reads to get on."""
 
     def __init__(self, name: str, store: KvStore, num_scratch_bytes: int = 0) -> None:
         """name: unlike any other node's. num_scratch_bytes: for what is read beside the store's pages. Raises ConfigError."""
@@ -74,6 +90,7 @@ class PageTransfer:
     def read(self, address: PageAddress, pages: Sequence[int], remote_pages: Sequence[int], *, to_scratch: bool = False) -> Any:
         """Begins to read remote pages into this store's, or into the scratch memory -> what `is_done` takes. Raises TransferError."""
         own = self._store.page_bytes
+        check_backend(address, "nixl")
         if address.page_bytes != own:
             raise TransferError(f"pages of {address.page_bytes} bytes cannot be read: this node's are of {own} bytes")
         memory = self.scratch if to_scratch else self._memory
@@ -145,6 +162,12 @@ class PageTransfer:
                 self._agent.deregister_memory(registered)
             except Exception as error:
                 logger.debug("memory could not be given back: %s", error)
+
+
+def check_backend(address: PageAddress, own: str) -> None:
+    """Raises TransferError."""
+    if address.backend != own:
+        raise TransferError(f"disaggregation.transfer_backend is {own} here, {address.backend} on the other node")
 
 
 def find_runs(pages: Sequence[int], remote_pages: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
