@@ -529,7 +529,7 @@ def test_pages_are_read_from_another_node(backend: str) -> None:
     with pytest.raises(TransferError, match="pages of 4 bytes cannot be read"):
         one.read(dataclasses.replace(other.address, page_bytes=4), [0], [0])
     with pytest.raises(TransferError):
-        handle = one.read(dataclasses.replace(other.address, metadata=b"nonsense"), [0], [0])
+        handle = one.read(dataclasses.replace(other.address, metadata=b"nonsense" * 2), [0], [0])
         wait_for(is_read, "a read from nobody")
     with pytest.raises(TransferError, match=f"transfer_backend is {backend} here, {'tcp' if backend == 'nixl' else 'nixl'} on the other node"):
         one.read(dataclasses.replace(other.address, kind="DRAM" if backend == "tcp" else "TCP"), [0], [0])
@@ -695,7 +695,7 @@ def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> N
         assert here.generate(own, SAMPLED, choice) == expect(llm_all, own, SAMPLED, choice)
     assert not here.fallbacks and here.num_fetched == 6
     right = there.nodes._address
-    there.nodes._address = [right[0], {**right[1], "metadata": "00"}]
+    there.nodes._address = [right[0], {**right[1], "metadata": "00" * 16}]
     wait_for(lambda: any(info.address != right for info in here.nodes.node.state.peers.values()), "a wrong address of rank 1")
     check_alone(here, llm_all, "transfer", 48, count=1)
     there.check_idle()
