@@ -33,6 +33,8 @@ BUNDLED_MODEL = REPOSITORY / "decode" / "1"
 BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256
 MAX_RANKS = 64
+MAX_THREADS = 1024
+"""Hundreds of thousands end the process when it starts them."""
 MAX_ASKED_MASKED = 8
 """Drafts a step for which there are masks where requests choose their own methods and numbers."""
 RANKS = ("processes", "instances")
@@ -138,8 +140,8 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests, for those that begin alike."""
     num_threads: int | None = None
-    """CPU threads of the engine, or of each rank; default: torch's choice, as far as the container's share of the machine's CPUs goes, spread over
-    the ranks of this host. Idle ones sleep after some 0.2 ms (GOMP_SPINCOUNT, where the environment does not set it)."""
+    """CPU threads of the engine, or of each rank, 1 to 1024; default: torch's choice, as far as the container's share of the machine's CPUs goes,
+    spread over the ranks of this host. Idle ones sleep after some 0.2 ms (GOMP_SPINCOUNT, where the environment does not set it)."""
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     max_forced_tokens: int = 8
@@ -199,7 +201,7 @@ class EngineConfig(Section):
         require(good, "page_size", self.page_size, "a power of two from 1 to 1024")
         require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         require(self.max_step_ms is None or self.max_step_ms >= 0, "max_step_ms", self.max_step_ms, ">= 0")
-        require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, ">= 1")
+        require(self.num_threads is None or 1 <= self.num_threads <= MAX_THREADS, "num_threads", self.num_threads, f"from 1 to {MAX_THREADS}")
         good = 0 <= self.max_forced_tokens <= MAX_SPECULATIVE_TOKENS
         require(good, "max_forced_tokens", self.max_forced_tokens, f"from 0 to {MAX_SPECULATIVE_TOKENS}")
         require(self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")

@@ -190,7 +190,8 @@ class Engine:
     def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
         """Queues the completions of one call. Raises as `submit` does."""
         params = requests[0].params
-        self.scheduler.check_fits(len(requests[0].prompt_token_ids), 1 if requests[0].is_prefill_only else params.max_tokens)
+        max_tokens = 1 if requests[0].is_prefill_only else params.max_tokens
+        self.scheduler.check_fits(len(requests[0].prompt_token_ids), max_tokens, len(requests))
         now = time.monotonic()
         with self._wake:
             self._check_healthy()

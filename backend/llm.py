@@ -144,7 +144,7 @@ class LLM:
         try:
             with tqdm(total=len(prompts), desc="Completions", unit="prompt", disable=not use_tqdm) as bar:
                 while len(results) < len(prompts) or num_open:
-                    while len(results) < len(prompts) and num_open + sampling_params[len(results)].n <= room:
+                    while len(results) < len(prompts) and (not num_open or num_open + sampling_params[len(results)].n <= room):
                         content, params = contents[len(results)], sampling_params[len(results)]
                         choice = choices[len(results)]
                         text = content if isinstance(content, str) else None

@@ -99,8 +99,12 @@ class Scheduler:
     def open_requests(self) -> list[Request]:
         return list(self._requests.values())
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_completions: int = 1) -> None:
         """Raises RequestError when a request could never finish, however empty the server is."""
+        if num_completions > self.max_batch_size + self.max_waiting:
+            raise RequestError(
+                f"n is {num_completions}; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: lower n, or raise --max-waiting"
+            )
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(f"the prompt has {num_prompt_tokens} tokens; the context holds {self.max_model_len}, one output token included")
         if max_tokens > self.max_model_len:

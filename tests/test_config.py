@@ -128,7 +128,7 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("max_step_ms", [-1.0, NAN], [0, 0.5, 30, None]),
         ("page_size", [0, -16, 3, 24, 2048], [1, 16, 1024]),
         ("gpu_memory_utilization", [0.0, -0.5, 1.01, 2, NAN, INF], [0.01, 1, 1.0]),
-        ("num_threads", [0, -1], [1, None]),
+        ("num_threads", [0, -1, 1025], [1, 1024, None]),
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
         (
             "parallel_config",

@@ -15,6 +15,7 @@ from backend.core import Delta
 from backend.errors import CapacityError, ConfigError, EngineError, InternalError, RequestError
 from backend.step.worker import Launched
 from tests.conftest import code_prompts, greedy
+from tests.models import make_tiny
 
 NEW_TOKENS = 32
 UNPACED = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
@@ -115,6 +116,15 @@ def test_a_drafter_that_was_not_worth_its_time_at_the_prompt_catches_up(llm_plai
         engine.scheduler.check()
     assert found[512, "cold"] == found[0, "cold"] and found[512, "cached"] == found[0, "cached"]
     assert [ids for ids, _ in found[0, "cold"]] == [r.outputs[0].token_ids for r in llm_plain.generate(inputs, greedy(24), use_tqdm=False)]
+
+
+def test_more_completions_than_may_be_open(tmp_path):
+    """Offline, too, they are refused: nothing that is open will ever make room for them."""
+    llm = LLM(str(make_tiny(tmp_path, 8)), device="cpu", kv_cache_memory="1MiB", max_batch_size=1, max_waiting=1)
+    prompts, params = [{"prompt_token_ids": [3]}] * 2, [SamplingParams(max_tokens=2, n=n) for n in (2, 3)]
+    with pytest.raises(RequestError, match="n is 3; the limit is 1 running and 1 waiting"):
+        llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.scheduler.check()
 
 
 def test_ngram_accepts_drafts_and_counts_them(llm_ngram):

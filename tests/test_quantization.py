@@ -121,6 +121,13 @@ def test_products_in_bfloat16(scheme: str) -> None:
     assert ((y.double() - exact).abs() <= BFLOAT16 * (exact.abs() + size) + (IN + 2) * 2.0**-23 * size).all()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sums_of_digits_beyond_float16(scheme: str) -> None:
+    """640 times the largest digit of 8 bits is more than it holds; the product, which is scaled, is not."""
+    y = QuantizedLinear(quantize(torch.ones(16, 2 * IN), scheme))(torch.ones(3, 2 * IN, dtype=torch.float16))
+    torch.testing.assert_close(y, torch.full((3, 16), 2.0 * IN, dtype=torch.float16))
+
+
 @pytest.mark.parametrize(
     ("scheme", "num_bytes"),
     [

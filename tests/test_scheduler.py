@@ -784,6 +784,10 @@ def test_check_fits_names_the_number_and_the_limit() -> None:
     roomy.check_fits(31, 32)  # the context's end comes first
     with pytest.raises(RequestError, match=r"max_tokens is 33; the context holds 32 tokens"):
         roomy.check_fits(1, 33)
+    few = World(num_pages=8, page_size=4, max_batch_size=2, max_waiting=1).scheduler
+    few.check_fits(1, 1, 3)
+    with pytest.raises(RequestError, match=r"n is 4; the limit is 2 running and 1 waiting: lower n, or raise --max-waiting"):
+        few.check_fits(1, 1, 4)
 
 
 # -- cut_at_end -----------------------------------------------------------------------------------------------------------------

@@ -46,12 +46,15 @@ def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor, *, is_s
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K], in the stored order of columns, times the expanded weights [N, K], rounded to x's dtype, transposed, plus bias [N] -> [M, N].
 
-    Where a row has one scale its digits are multiplied, which 16-bit dtypes hold as they are, and the result is scaled.
+    Where a row has one scale its digits are multiplied, which 16-bit dtypes hold as they are, and the result is scaled. What they add up to before
+    that may be beyond float16's range: such products are float32's.
     """
     (num_rows, num_groups), num_columns = weight.scales.shape, x.shape[1]
     is_short = len(x) <= FEW_TOKENS and x.dtype == torch.float32
     size = GPU_TILE_BYTES if x.is_cuda else TILE_BYTES if is_short else WIDE_TILE_BYTES
     tile, is_scaled = max(16, size // (4 * num_columns)), num_groups > 1
+    dtype = torch.float32 if x.dtype == torch.float16 and not is_scaled else x.dtype
+    inputs = x.to(dtype)
     expanded = torch.empty(min(tile, num_rows), num_columns, dtype=torch.float32, device=x.device)
     parts = []
     for begin in range(0, num_rows, tile):
@@ -59,7 +62,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
         own = weight.natural_codes(rows) if weight.codes.dtype == torch.int8 and weight.zeros is None and not is_scaled else None
         if own is None:
             own = expand_rows(weight, rows, expanded[: rows.stop - begin], is_scaled=is_scaled)
-        parts.append(F.linear(x, own.to(x.dtype)))
+        parts.append(F.linear(inputs, own.to(dtype)))
     made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     total = made if is_scaled else made.float() * weight.scales.squeeze(1)
     return (total if bias is None else total + bias).to(x.dtype)
