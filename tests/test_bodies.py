@@ -18,7 +18,7 @@ MANY: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (CompletionRequest, {"prompt": "x", "stream_options": KEYS}),
     (CompletionRequest, {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, **KEYS}}}),
     (CompletionRequest, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(COUNT)), "x")}),
-    (CompletionRequest, {"prompt": [["x"]] * COUNT}),
+    (CompletionRequest, {"prompt": [[1]] * (COUNT - 1) + [["x"]]}),
     (ChatRequest, {"messages": [{"role": "user", "content": [{**TEXT, **KEYS}]}]}),
     (ResponsesRequest, {"input": [{"type": "reasoning", "summary": ["x"] * COUNT}]}),
     (ResponsesRequest, {"input": [{"type": "reasoning", "content": ["x"] * COUNT}]}),

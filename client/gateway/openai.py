@@ -140,6 +140,10 @@ class GenerateRequest(StructuredRequest):
         return {**values, "max_tokens": self.max_tokens, "structured_outputs": self.form()}
 
 
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(token, int) for token in value))
+
+
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
@@ -152,9 +156,9 @@ class CompletionRequest(GenerateRequest):
     @model_validator(mode="before")
     @classmethod
     def _count_prompts(cls, values: Any) -> Any:
-        """Before each of a million is looked at."""
+        """Before each of a million is looked at, where the first one is a prompt."""
         prompt = values.get("prompt") if isinstance(values, dict) else None
-        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _is_prompt(prompt[0]):
             raise ValueError(f"prompt has {len(prompt)} prompts; the limit is {MAX_PROMPTS}")
         return values
 
