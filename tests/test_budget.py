@@ -421,6 +421,12 @@ def test_drafts_are_shared_by_survival() -> None:
     assert share(chains, 3, lambda number: 1 if number in (0, 4) else 2)[0] == [2, 2, 0], "a step of costs that one more draft does not show"
 
 
+def test_of_many_drafts_none_is_taken_or_left_for_the_one_behind_it() -> None:
+    """That one's survival follows from which token was drawn: `rejection` would prefer those that are drafted well after."""
+    counts = [share([[0.9]] * 64 + [[0.55, behind]], 65, lambda number: 1 + 0.0057 * number)[0][-1] for behind in (0.54, 0.1)]
+    assert counts == [2, 1]
+
+
 def test_times_between_and_beyond_what_was_measured() -> None:
     times = Times()
     assert times.at(5) == 0.0

@@ -96,6 +96,7 @@ def test_an_answer(model):
         ({"text_input": "x", "stop": ["a"] * 65}, "stop has 65 strings; the limit is 64"),
         ({"text_input": "x", "logit_bias": '{"1_0": 1}'}, "logit_bias's keys must be token ids, got '1_0'"),
         ({"text_input": "x", "logit_bias": '{" 3": 1}'}, "logit_bias's keys must be token ids, got ' 3'"),
+        ({"text_input": "x", "logit_bias": '{"3": 1, "03": 2}'}, "logit_bias's keys must be token ids, got '03'"),  # one token, two biases
         ({"text_input": "x", "logit_bias": "9" * 5000}, "logit_bias is not valid JSON: Exceeds the limit (4300 digits)"),
         ({"text_input": "x", "speculative": '{"method": 5}'}, "speculative.method must be a string, got 5"),
         ({"input_ids": [5] * 131_073, "truncate_prompt_tokens": 5}, "the prompt has 131073 tokens; at most 131072 are looked at"),

@@ -501,6 +501,7 @@ BAD = [
     ([], "the body must be a JSON object", None),
     (b"{", "the body is not valid JSON", None),
     (b'{"prompt": "\\ud800"}', "prompt is not valid Unicode: '\\ud800' at 0", "prompt"),
+    (b'{"prompt": "x", "\\ud800": 1}', "a key of the body is not valid Unicode: '\\ud800'", None),
     (b"[" * 100_000, "the body is not valid JSON: it is nested too deeply", None),
     (b'{"prompt": "\xff"}', "the body is not valid JSON: it is not UTF-8 at byte 12", None),
     (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not valid JSON: Exceeds the limit (4300 digits) for integer string conversion", None),

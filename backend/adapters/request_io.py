@@ -24,7 +24,7 @@ SAMPLING_SCALARS = (
     "frequency_penalty", "seed", "include_stop", "ignore_eos", "logprobs", "echo", "n",
 )  # fmt: skip
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
-_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
+_TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,19}")
 PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
 MAX_MESSAGES_CHARACTERS = MAX_SPECULATIVE_CHARACTERS = 2_000_000

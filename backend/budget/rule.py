@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-MAX_LOOKS = 64
-"""Numbers of drafts that are looked at, evenly apart, where there are more: the rule must not take what it saves."""
 EVEN = 3e-4
 """Share of a speed within which another is as high, and more drafts are taken, of which more is learned: no times are known better."""
 
@@ -13,14 +11,12 @@ EVEN = 3e-4
 def best_count(gains: Sequence[float], base: float, seconds: Callable[[int], float]) -> tuple[int, float]:
     """B that maximises (base + the sum of the B first gains) / seconds(B), and that speed.
 
-    base: tokens that come without any draft. All B are looked at, not the first after which it falls: costs may be a staircase.
+    base: tokens that come without any draft. All B are looked at, not the first after which it falls: costs may be a staircase. Nor some of them, so
+    many apart: a drawn draft would be taken or left together with the one behind it, whose survival says which token was drawn.
     """
     best, total, most = 0, base, base / max(seconds(0), 1e-9)
-    apart = -(-len(gains) // MAX_LOOKS)
     for number, gain in enumerate(gains, 1):
         total += gain
-        if number % apart and number < len(gains):
-            continue
         speed = total / max(seconds(number), 1e-9)
         if speed > most * (1 - EVEN):
             best, most = number, max(most, speed)

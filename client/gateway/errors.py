@@ -79,6 +79,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {chosen['ctx']['error']}", "invalid_json")
     if kind == "value_error" and not where:  # a rule over several keys
         return ApiError(400, str(chosen["ctx"]["error"]), "invalid_value")
+    if not where and kind == "string_unicode":
+        return ApiError(400, f"a key of the body is not valid Unicode: {_show(chosen['input'])}", "unknown_parameter")
     if not where:
         return ApiError(400, f"the body must be a JSON object, sent with content-type application/json: {chosen['msg']}", "invalid_body")
     name, path = str(where[0])[:100], f"{where[0]}{''.join(f'[{part}]' if isinstance(part, int) else f'.{part}' for part in where[1:])}"

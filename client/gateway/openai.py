@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from client.gateway.no_ops import drop_no_ops
 from client.gateway.strict import Strict
@@ -22,6 +22,15 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # a list of a million wrong things is one error, not a million
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _leave_wrong(values: Any) -> Any:
+    """Of a mapping to numbers the first that is none, if there is one: mappings have no `fail_fast`."""
+    wrong = (k for k, v in values.items() if isinstance(v, bool) or not isinstance(v, int | float)) if isinstance(values, dict) else iter(())
+    return values if (key := next(wrong, None)) is None else {key: values[key]}
+
+
+Numbers = Annotated[dict[str, float], BeforeValidator(_leave_wrong)]
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "stop",
@@ -93,7 +102,7 @@ class GenerateRequest(StructuredRequest):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int64 | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Numbers | None = None
     stop: str | Strings | None = None
     # Not OpenAI's:
     text: str | None = None
@@ -131,6 +140,10 @@ class GenerateRequest(StructuredRequest):
         return {**values, "max_tokens": self.max_tokens, "structured_outputs": self.form()}
 
 
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(token, int) for token in value))
+
+
 class CompletionRequest(GenerateRequest):
     """POST /v1/completions."""
 
@@ -140,13 +153,20 @@ class CompletionRequest(GenerateRequest):
     add_special_tokens: Literal[True] | None = None
     """Accepted: a prompt of text has them."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_prompts(cls, values: Any) -> Any:
+        """Before each of a million is looked at, where the first one is a prompt."""
+        prompt = values.get("prompt") if isinstance(values, dict) else None
+        if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and _is_prompt(prompt[0]):
+            raise ValueError(f"prompt has {len(prompt)} prompts; the limit is {MAX_PROMPTS}")
+        return values
+
     @model_validator(mode="after")
     def _check_prompt(self) -> CompletionRequest:
         if (self.prompt is None) == (self.text is None):
             raise ValueError("give prompt, or text, and not both")
-        if (count := len(self.prompts())) > MAX_PROMPTS:
-            raise ValueError(f"prompt has {count} prompts; the limit is {MAX_PROMPTS}")
-        if count > 1 and count * self.n > MAX_COMPLETIONS:
+        if (count := len(self.prompts())) > 1 and count * self.n > MAX_COMPLETIONS:
             raise ValueError(f"n is {self.n}, and prompt has {count} prompts: {count * self.n} completions; the limit is {MAX_COMPLETIONS}")
         return self
 

@@ -10,7 +10,7 @@ import orjson
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from client.gateway.no_ops import drop_no_ops
-from client.gateway.openai import ChatRequest, Effort, Int32, Int64, RefusalPart, Strict, Strings, Text
+from client.gateway.openai import ChatRequest, Effort, Int32, Int64, Numbers, RefusalPart, Strict, Strings, Text
 from client.gateway.structured import JsonSchema, ObjectFormat, SchemaFormat, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
@@ -100,8 +100,8 @@ class ReasoningItem(Strict):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ContentPart] = []
-    content: list[ContentPart] | None = None
+    summary: Annotated[list[ContentPart], Field(fail_fast=True)] = []
+    content: Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = None
     status: str | None = None
 
@@ -119,7 +119,7 @@ class FunctionTool(Strict):
     strict: bool | None = None
     # Of no effect at these values:
     defer_loading: Literal[False] | None = Field(default=None, exclude=True)
-    allowed_callers: list[Literal["direct"]] | None = Field(default=None, exclude=True)
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = Field(default=None, exclude=True)
     output_schema: Any = Field(default=None, exclude=True)
     """Of what the client's function gives back."""
 
@@ -203,7 +203,7 @@ class ResponsesRequest(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Numbers | None = None
     priority: Int32 | None = None
     timeout_ms: Int64 | None = None
     chat_template_kwargs: dict[str, Any] | None = None

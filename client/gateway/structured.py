@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from client.gateway.strict import Strict
+from client.gateway.strict import Strict, drop_unknown
 
 
 class JsonSchema(BaseModel):
@@ -18,6 +18,11 @@ class JsonSchema(BaseModel):
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown(cls, values: Any) -> Any:
+        return drop_unknown(cls, values)
 
 
 class TextFormat(Strict):
