@@ -18,6 +18,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ class TcpTransfer:
                     self._listener.close()
                     return
                 logger.warning("pages: a connection could not be taken: %s", error)
-                threading.Event().wait(0.1)  # out of file descriptors, say
+                time.sleep(0.1)  # out of file descriptors, say
                 continue
             with self._lock:
                 is_welcome = len(self._readers) < MAX_READERS and not self._is_closed
@@ -111,9 +112,9 @@ class TcpTransfer:
             reader.sendall(WELCOME)
             while True:
                 limit_silence(reader, 0)  # until it wants something
-                first = receive(reader, 1)
+                head = receive(reader, 1)
                 limit_silence(reader, SILENCE_SECONDS)
-                (count,) = struct.unpack("<I", first + receive(reader, WORD - 1))
+                (count,) = struct.unpack("<I", head + receive(reader, WORD - 1))
                 if not 1 <= count <= MAX_RUNS:
                     return
                 runs = np.frombuffer(receive(reader, 2 * WORD * count), dtype="<u4").reshape(-1, 2).astype(np.int64)
@@ -237,7 +238,7 @@ class _Peer:
 def find_hosts(host: str, port: int) -> tuple[str, ...]:
     """This host's addresses, the one on the way to another host first: where that is itself, others may reach it by the rest."""
     found = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)  # of UDP: nothing is sent
