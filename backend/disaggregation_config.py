@@ -75,7 +75,9 @@ class DisaggregationConfig(Section):
         require(
             is_host(self.scheduler_host), "scheduler_host", self.scheduler_host, "a host's name or address alone; scheduler_port is a key of its own"
         )
-        require(self.transfer_host is None or is_own_address(self.transfer_host), "transfer_host", self.transfer_host, "an IP address of this host")
+        require(
+            self.transfer_host is None or is_single_address(self.transfer_host), "transfer_host", self.transfer_host, "an IP address of this host"
+        )
         good = self.scheduler_password_file is None or self.scheduler_password_variable is None
         require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
         for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
@@ -97,7 +99,7 @@ def is_address(value: str) -> bool:
     return False
 
 
-def is_own_address(value: str) -> bool:
+def is_single_address(value: str) -> bool:
     return is_address(value) and not ipaddress.ip_address(value).is_unspecified
 
 

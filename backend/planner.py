@@ -30,9 +30,9 @@ from kernels.structs import DRAFTER_COUNT, PREFIX_GROUP, PREFIX_LEN
 MAX_LAG = 512
 """Tokens of a prompt that a model drafter may be spared, to catch up in one step if it is asked after all."""
 
-ALONE = (-1, 0, -1)
-"""The fields after LOOKUP_ALONE of a row without a shared prefix and without masks."""
-PLAIN_ROW = (-1, 1, 1, 0, 0, 0, -1, NEVER, *ALONE)
+NO_PREFIX_NO_MASKS = (-1, 0, -1)
+"""The fields after LOOKUP_ALONE, before prefixes and masks are put."""
+PLAIN_ROW = (-1, 1, 1, 0, 0, 0, -1, NEVER, *NO_PREFIX_NO_MASKS)
 """Of a row that decodes one token and drafts nothing, the fields from FIRST on."""
 
 
@@ -245,7 +245,7 @@ class Planner:
             if request.scores_prompt and entry.begin < last:
                 plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
         head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
-        return (*head, drafter_count, model_limit, lookup_limit, alone, *ALONE)
+        return (*head, drafter_count, model_limit, lookup_limit, alone, *NO_PREFIX_NO_MASKS)
 
     def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""

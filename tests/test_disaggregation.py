@@ -32,7 +32,7 @@ from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.prefill import GROUP, count_waiting
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
-from backend.disaggregation.transfers import Way
+from backend.disaggregation.transfers import Transport
 from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
@@ -410,7 +410,7 @@ def test_bad_records_in_redis_end_nothing(cluster: Cluster, llm_all: LLM) -> Non
 def test_nodes_of_another_version_are_told_apart(caplog) -> None:
     here = NodeInfo("here", "decode", VERSION, "layout", {}, ["mtp"], 100, [])
     there = dataclasses.replace(here, node_id="there", role="prefill")
-    choice = NodeChoice("layout", 16)
+    choice = NodeChoice("layout", 16, "nixl")
     changes: list[dict[str, Any]] = [{"version": VERSION}, {"version": VERSION + 1}, {"address": [{"kind": "TCP"}]}]
     good, old, other = (RedisState({"there": dataclasses.replace(there, **change)}, is_connected=True) for change in changes)
     assert choice.fitting(good, REQUEST) and choice.choose(good, REQUEST, {}) == there
@@ -500,11 +500,11 @@ def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp"])
 def test_pages_are_read_from_another_node(backend: str) -> None:
-    way = Way(backend, ("127.0.0.1", 1))
+    transport = Transport(backend, ("127.0.0.1", 1))
     spec = [CacheSpec("keys", (4, 8), torch.float32, 2)]
     here, there = (KvStore(spec, 8, 6, torch.device("cpu")) for _ in range(2))
     there.memory.copy_(torch.randint(0, 255, there.memory.shape, dtype=torch.uint8))
-    one, other = way.open("reader", here, num_scratch_bytes=1), way.open("offerer", there)
+    one, other = transport.open("reader", here, num_scratch_bytes=1), transport.open("offerer", there)
 
     def is_read() -> bool:
         other.serve()
@@ -922,7 +922,10 @@ def test_nodes_that_fail_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(choosing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     good, bad = (NodeInfo(name, "prefill", VERSION, "layout", {}, ["mtp"], 100, []) for name in ("good", "bad"))
-    own, both, alone = NodeChoice("layout", 16), *(RedisState({i.node_id: i for i in infos}, is_connected=True) for infos in ((good, bad), (bad,)))
+    own, both, alone = (
+        NodeChoice("layout", 16, "nixl"),
+        *(RedisState({i.node_id: i for i in infos}, is_connected=True) for infos in ((good, bad), (bad,))),
+    )
     for reason in ("redis", "node_lost", "full", "refused", "too_long"):
         own.note_failed("bad", reason)
     own.note_failed("", "timeout")

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -19,22 +18,23 @@ from backend.disaggregation import tcp_transfer
 from backend.disaggregation.tcp_transfer import TcpTransfer, connect, find_hosts
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
+from tests.servers import wait_until
 
 CODE = """
 import json, os, random, signal, sys, time
 import torch
 from backend.disaggregation.transfer import PageAddress, _load_nixl
-from backend.disaggregation.transfers import Way
+from backend.disaggregation.transfers import Transport
 from backend.errors import TransferError
 
 _load_nixl()  # once: the processes that are made below have it
-PAGES, PAGE_BYTES, way = list(range(64)), 1 << 18, Way(sys.argv[1], ("127.0.0.1", 1))
+PAGES, PAGE_BYTES, transport = list(range(64)), 1 << 18, Transport(sys.argv[1], ("127.0.0.1", 1))
 
 class Store:
     memory, page_bytes, device = torch.zeros(len(PAGES), PAGE_BYTES, dtype=torch.uint8), PAGE_BYTES, torch.device("cpu")
 
 def offer(tell):
-    transfer = way.open(f"offerer {os.getpid()}", Store())
+    transfer = transport.open(f"offerer {os.getpid()}", Store())
     tell(json.dumps(transfer.address.as_dict()))
     while True:
         transfer.serve()
@@ -47,7 +47,7 @@ def read(transfer, address, count=1):
             time.sleep(0.0002)
 
 def read_on(address, count, tell):
-    transfer = way.open(f"reader {os.getpid()}", Store())
+    transfer = transport.open(f"reader {os.getpid()}", Store())
     while True:
         read(transfer, address, count)
         tell("read")
@@ -75,7 +75,7 @@ offerer, told = begin(offer)
 address = address_of(told)
 for number in range(8):
     # Several at once end UCX with an assertion.
-    reader, line = begin(read_on, address, 1 if way.backend == "nixl" else 4)
+    reader, line = begin(read_on, address, 1 if transport.backend == "nixl" else 4)
     assert line.readline() == "read\\n", f"after {number} readers were killed: {os.waitpid(offerer, os.WNOHANG)}"
     time.sleep(0.002 * number)
     end(reader, line)
@@ -83,7 +83,7 @@ end(offerer, told)
 """
 OFFERERS = """
 offerers = [begin(offer) for _ in range(8)]  # before UCX has threads in this process
-transfer = way.open("reader", Store())
+transfer = transport.open("reader", Store())
 for number, (offerer, told) in enumerate(offerers):
     address = address_of(told)
     read(transfer, address)
@@ -114,13 +114,6 @@ def make(hosts: tuple[str, ...] = ("127.0.0.1",)) -> tuple[TcpTransfer, KvStore]
     return TcpTransfer(store, hosts), store
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_whoever_is_no_node_reads_nothing_and_keeps_nobody_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token, a wrong one, half of one; with the right one pages that do not exist, no pages, too many, and half a request."""
     monkeypatch.setattr(tcp_transfer, "HELLO_SECONDS", 1)
@@ -147,12 +140,12 @@ def test_whoever_is_no_node_reads_nothing_and_keeps_nobody_from_it(monkeypatch: 
         assert silent.recv(1) == b"", "it said nothing in time"
     reader, here = make()
     handle = reader.read(address, [1, 3], [3, 1])
-    wait_for(lambda: reader.is_done(handle))
+    assert wait_until(lambda: reader.is_done(handle))
     assert torch.equal(here.memory[[1, 3]], there.memory[[3, 1]])
-    wait_for(lambda: len(offerer._readers) == 1)
+    assert wait_until(lambda: len(offerer._readers) == 1)
     offerer.close()
     reader.close()
-    wait_for(lambda: not offerer._readers and not [t for t in threading.enumerate() if t.name.startswith("page")])
+    assert wait_until(lambda: not offerer._readers and not [t for t in threading.enumerate() if t.name.startswith("page")])
     with pytest.raises(TransferError, match="shutting down"):
         reader.read(address, [1], [1])
 
@@ -166,16 +159,16 @@ def test_a_node_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         own = dataclasses.replace(offerer.address, port=silent.getsockname()[1])
         handle = reader.read(own, [1], [1])
         with pytest.raises(TransferError, match=r"127\.0\.0\.1:.*nothing has come for too long"):
-            wait_for(lambda: reader.is_done(handle))
+            wait_until(lambda: reader.is_done(handle))
         handles = [reader.read(own, [page], [page]) for page in range(3)]
         silent.accept()[0].close()
         reader.forget(own)
         for handle in handles:
             with pytest.raises(TransferError):
-                wait_for(lambda handle=handle: reader.is_done(handle))
+                wait_until(lambda handle=handle: reader.is_done(handle))
     several = dataclasses.replace(offerer.address, hosts=("127.0.0.77", "127.0.0.1"))
     handle = reader.read(several, [2], [2])
-    wait_for(lambda: reader.is_done(handle))
+    assert wait_until(lambda: reader.is_done(handle))
     for one in (offerer, reader):
         one.close()
 

@@ -38,7 +38,7 @@ class Rest(NamedTuple):
 class NodeChoice:
     """What a decode node knows of prefill nodes. `fitting` and `why_none` are safe from any thread, the rest is one thread's."""
 
-    def __init__(self, fingerprint: str, page_size: int, transfer_backend: str = "nixl") -> None:
+    def __init__(self, fingerprint: str, page_size: int, transfer_backend: str) -> None:
         """fingerprint: of this node's pages; transfer_backend: what moves them."""
         self._fingerprint, self._page_size, self._transfer_backend = fingerprint, page_size, transfer_backend
         self._places: OrderedDict[bytes, str] = OrderedDict()

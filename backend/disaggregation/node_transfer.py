@@ -12,7 +12,7 @@ import torch
 
 from backend.disaggregation.rank_pages import SERVE_SECONDS
 from backend.disaggregation.transfer import PageAddress
-from backend.disaggregation.transfers import Way
+from backend.disaggregation.transfers import Transport
 from backend.engine import Engine
 from backend.errors import ConfigError, EngineError, TransferError
 from backend.parallel.lines import Order
@@ -41,9 +41,9 @@ class NodeRead:
 class NodeTransfer:
     """Offers the pages of a node, and reads others'. Safe from any thread."""
 
-    def __init__(self, name: str, engine: Engine, way: Way, num_scratch_bytes: int = 0) -> None:
+    def __init__(self, name: str, engine: Engine, transport: Transport, num_scratch_bytes: int = 0) -> None:
         """Raises ConfigError."""
-        self._own = way.open(name, engine.worker.store, num_scratch_bytes)
+        self._own = transport.open(name, engine.worker.store, num_scratch_bytes)
         self._engine, self._group = engine, engine.group
         self._others = range(1, self._group.size if self._group is not None else 1)
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class NodeTransfer:
         self._opened: dict[int, Order] = {}
         self._has_opened = threading.Condition()
         self._serve_due = 0.0
-        self.address: NodeAddress = (self._own.address, *self._open(name, way))
+        self.address: NodeAddress = (self._own.address, *self._open(name, transport))
 
     @property
     def is_served(self) -> bool:
@@ -64,21 +64,21 @@ class NodeTransfer:
         """[n, page_bytes] uint8, of rank 0."""
         return self._own.scratch
 
-    def _open(self, name: str, way: Way) -> list[PageAddress]:
+    def _open(self, name: str, transport: Transport) -> list[PageAddress]:
         if self._group is None:
             return []
         board = self._group.switchboard
         board.on_reply = self._take_reply
         try:
             for rank in self._others:
-                board.order(rank, {"do": "open", "name": f"{name} rank {rank}", "way": way.as_dict()})
+                board.order(rank, {"do": "open", "name": f"{name} rank {rank}", "transport": transport.as_dict()})
         except EngineError as error:
-            raise ConfigError(f"disaggregation.transfer_backend {way.backend}: {error}") from None
+            raise ConfigError(f"disaggregation.transfer_backend {transport.backend}: {error}") from None
         with self._has_opened:
             if not self._has_opened.wait_for(lambda: len(self._opened) == len(self._others) or board.lost, OPEN_SECONDS) or board.lost:
                 missing = sorted(set(self._others) - set(self._opened))
                 raise ConfigError(
-                    f"disaggregation.transfer_backend {way.backend}: rank {missing} did not offer its pages within {OPEN_SECONDS:.0f} s"
+                    f"disaggregation.transfer_backend {transport.backend}: rank {missing} did not offer its pages within {OPEN_SECONDS:.0f} s"
                 )
         for rank in self._others:
             if why := self._opened[rank].get("error"):

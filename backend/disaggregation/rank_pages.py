@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.disaggregation.transfer import PageAddress
-from backend.disaggregation.transfers import Transfer, Way
+from backend.disaggregation.transfers import Transfer, Transport
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import KvStore
 from backend.parallel.lines import BEAT_SECONDS, Order, Orders
@@ -47,7 +47,7 @@ class RankPages:
 
     def _open(self, order: Order) -> None:
         try:
-            self._transfer = Way.from_dict(order["way"]).open(order["name"], self._store, is_follower=True)
+            self._transfer = Transport.from_dict(order["transport"]).open(order["name"], self._store, is_follower=True)
         except ConfigError as error:
             self._orders.reply({"open": {"error": str(error)}})
             return

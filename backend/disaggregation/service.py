@@ -8,7 +8,7 @@ from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.prefill import PrefillService
 from backend.disaggregation.records import VERSION, Message
-from backend.disaggregation.transfers import Way
+from backend.disaggregation.transfers import Transport
 from backend.engine import Engine
 
 FLOAT_BYTES = 4
@@ -26,7 +26,7 @@ class Disaggregation:
         # What drafts were drawn from, of one request at a time.
         num_drafts = (speculative.num_model_steps or 1) if engine.worker.drafter is not None and is_decode else 0
         self.transfer = NodeTransfer(
-            self.node.node_id, engine, Way.choose(config, engine.worker.store.device), num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES
+            self.node.node_id, engine, Transport.choose(config, engine.worker.store.device), num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES
         )
         self.fetcher = PageFetcher(engine, self.node, self.transfer) if is_decode else None
         self.prefill = PrefillService(engine, self.node, self.transfer) if not is_decode else None

@@ -130,7 +130,7 @@ class TcpTransfer:
             self._leave(reader)
 
     def serve(self) -> None:
-        pass
+        """Readers have threads of their own."""
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ Transfer = PageTransfer | TcpTransfer
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Transport:
     """The same for all ranks of a node."""
 
     backend: str
@@ -30,7 +30,7 @@ class Way:
     """This node's address, if it was given."""
 
     @classmethod
-    def choose(cls, config: DisaggregationConfig, device: torch.device) -> Way:
+    def choose(cls, config: DisaggregationConfig, device: torch.device) -> Transport:
         backend = config.transfer_backend
         if backend == "auto":
             backend = "nixl" if device.type == "cuda" or has_rdma() else "tcp"
@@ -40,7 +40,7 @@ class Way:
         return {"backend": self.backend, "toward": list(self.toward), "host": self.host}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Way:
+    def from_dict(cls, values: dict[str, Any]) -> Transport:
         return cls(values["backend"], (values["toward"][0], values["toward"][1]), values["host"])
 
     def open(self, name: str, store: KvStore, num_scratch_bytes: int = 0, *, is_follower: bool = False) -> Transfer:
