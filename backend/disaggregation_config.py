@@ -67,6 +67,8 @@ class DisaggregationConfig(Section):
         put("scheduler_name", "redis" if name == "splitwise" else name)
         require(self.role == "mixed" or self.scheduler_name == "redis", "scheduler_name", self.scheduler_name, f"redis for role {self.role}")
         put("transfer_backend", choose("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS))
+        good = self.transfer_host is None or self.transfer_backend != "nixl"
+        require(good, "transfer_host", self.transfer_host, "left out with transfer_backend nixl, which reads at addresses of its own")
         require(1 <= self.scheduler_port <= 65535, "scheduler_port", self.scheduler_port, "from 1 to 65535")
         require(self.scheduler_db >= 0, "scheduler_db", self.scheduler_db, ">= 0")
         for key in ("scheduler_host", "scheduler_topic", "node_id", "scheduler_password_file", "scheduler_password_variable"):

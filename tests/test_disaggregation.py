@@ -25,6 +25,7 @@ from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation import choice as choosing
 from backend.disaggregation import node as node_module
+from backend.disaggregation import transfers
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
 from backend.disaggregation.node import Node, RedisState, connect, time_of
@@ -463,6 +464,9 @@ def test_entries_of_nodes_that_cannot_be_read(cluster: Cluster, llm_all: LLM) ->
             for host in ("redis:6379", "redis://redis", "[::1]", "/run/redis.sock", "::1:x", "me@redis", "a,b")
         ),
         ({"scheduler_topic": "a\udcff"}, "scheduler_topic must be a name, got 'a\\udcff'"),
+        ({"transfer_host": "0.0.0.0"}, "transfer_host must be an IP address of this host, got '0.0.0.0'"),
+        ({"transfer_host": "node-1"}, "transfer_host must be an IP address of this host, got 'node-1'"),
+        ({"transfer_backend": "nixl", "transfer_host": "127.0.0.1"}, "transfer_host must be left out with transfer_backend nixl"),
         ({"role": "decode", "scheduler_name": "local"}, "scheduler_name must be redis for role decode, got 'local'"),
     ],
 )
@@ -538,6 +542,25 @@ def test_pages_are_read_from_another_node(backend: str) -> None:
     wait_for(is_read, "a read after the peer was forgotten")
     one.close()
     other.close()
+
+
+def test_what_moves_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of `auto`; and the addresses of a rank that may be on another host than the one whose address was given."""
+    monkeypatch.setattr(transfers, "RDMA_DEVICES", tmp_path / "none")
+    auto = DisaggregationConfig(transfer_host="192.0.2.1")
+    assert [Transport.choose(auto, torch.device(name)).backend for name in ("cpu", "cuda")] == ["tcp", "nixl"]
+    monkeypatch.setattr(transfers, "RDMA_DEVICES", tmp_path)
+    assert Transport.choose(auto, torch.device("cpu")).backend == "tcp", "there are no devices"
+    (tmp_path / "mlx5_0").touch()
+    assert Transport.choose(auto, torch.device("cpu")).backend == "nixl"
+    assert Transport.choose(DisaggregationConfig(transfer_backend="tcp"), torch.device("cpu")).backend == "tcp"
+    store = KvStore([CacheSpec("keys", (4, 8), torch.float32, 2)], 8, 6, torch.device("cpu"))
+    given = Transport.from_dict(json.loads(json.dumps(Transport("tcp", ("127.0.0.1", 1), "192.0.2.1").as_dict())))
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        given.open("node", store)
+    rank = given.open("node rank 1", store, is_follower=True)
+    assert rank.address.hosts[0] == "127.0.0.1" and "192.0.2.1" not in rank.address.hosts
+    rank.close()
 
 
 def test_jobs_that_wait_are_counted(redis: RedisServer) -> None:
