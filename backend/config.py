@@ -221,6 +221,10 @@ class EngineConfig(Section):
         """Or its default: on a GPU so many as keep its products busy."""
         return self.max_num_batched_tokens or max(self.max_batch_size, DEFAULT_BATCHED_TOKENS.get(device_type, 512))
 
+    def max_step_rows_on(self, device_type: str) -> int:
+        """Known tokens and drafts that one step has at most, where no request chooses more drafts than the server's method makes."""
+        return self.max_num_batched_tokens_on(device_type) + self.max_batch_size * self.speculative_config.max_own_drafts
+
     @property
     def max_masked_drafts(self) -> int:
         """Most drafts a step of a request whose answer has a form; the engine's own method may be none where requests choose one that drafts."""

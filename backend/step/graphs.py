@@ -106,7 +106,7 @@ class Graphs:
         self._later: OrderedDict[Phase, None] = OrderedDict()
         self._waiting: OrderedDict[StepShape, None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        self._max_prompt_rows = min(config.max_num_batched_tokens_on(device.type), MAX_CAPTURED_ROWS)
+        self._max_prompt_rows = min(config.max_step_rows_on(device.type), MAX_CAPTURED_ROWS)
         self.pieces: Pieces | None = None
         """Forwards with prompts; None: they are launched kernel by kernel."""
         self.advancing: Advancing | None = None

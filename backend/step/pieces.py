@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 WORTH = 8
 """A forward is captured unless the device takes more than so many times as long for it as Python to launch it kernel by kernel where nothing
 else runs: beside a server's other threads that takes three times as long."""
-MAX_CAPTURED_ROWS = 4096
+MAX_CAPTURED_ROWS = 8192
 """For more a device takes longer than Python to launch them, whatever the model."""
 FEW, FINE, COARSE = 1024, 64, 256
 """Numbers of rows that forwards are captured for go in fine steps up to so many, and in coarse ones from there."""
