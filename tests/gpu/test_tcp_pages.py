@@ -36,7 +36,7 @@ def test_pages_are_read_byte_for_byte(device: torch.device, is_busy: bool) -> No
 
     def read(count: int) -> None:
         torch.cuda.synchronize()
-        before, handles = [here.memory.cpu() for _, here in readers], []
+        before, handles = [here.memory.cpu().clone() for _, here in readers], []
         busy = torch.cuda.Event()
         if is_busy and count < NUM_PAGES:
             torch.cuda._sleep(BUSY_CYCLES)
