@@ -43,9 +43,9 @@ class DisaggregationConfig(Section):
     scheduler_ttl: int = 900
     """Seconds after which Redis forgets streams that nobody writes to; not fewer than job_seconds."""
     transfer_backend: str = "auto"
-    """What moves pages, the same on all nodes: nixl (RDMA, and GPUs within a host), tcp (plain connections, of pages in the host's memory), or auto:
-    nixl on GPUs and where there are RDMA devices, else tcp. By nixl without RDMA between two hosts, a decode node that dies while it reads can
-    end the prefill node."""
+    """What moves pages, the same on all nodes: nixl (RDMA, and GPUs within a host), tcp (plain connections; a GPU's pages pass through the host's
+    memory), or auto: nixl where there are RDMA devices, else tcp, but nixl between GPUs of one host (of one container, or of containers that share
+    their IPC and PID namespaces). By nixl without RDMA between two hosts, a decode node that dies while it reads can end the prefill node."""
     transfer_host: str | None = None
     """With tcp, this node's address for those that read its pages. Default: all that the host has."""
     node_id: str | None = None

@@ -25,7 +25,7 @@ from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation import choice as choosing
 from backend.disaggregation import node as node_module
-from backend.disaggregation import transfers
+from backend.disaggregation import transfer, transfers
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
 from backend.disaggregation.node import Node, RedisState, connect, time_of
@@ -33,6 +33,8 @@ from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.prefill import GROUP, count_waiting
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
+from backend.disaggregation.tcp_transfer import TcpRead
+from backend.disaggregation.transfer import PageAddress
 from backend.disaggregation.transfers import Transport
 from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, TransferError
@@ -548,12 +550,15 @@ def test_what_moves_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     """Of `auto`; and the addresses of a rank that may be on another host than the one whose address was given."""
     monkeypatch.setattr(transfers, "RDMA_DEVICES", tmp_path / "none")
     auto = DisaggregationConfig(transfer_host="192.0.2.1")
-    assert [Transport.choose(auto, torch.device(name)).backend for name in ("cpu", "cuda")] == ["tcp", "nixl"]
+    own = [Transport.choose(auto, torch.device(name)) for name in ("cpu", "cuda")]
+    assert [(o.backend, o.has_near) for o in own] == [("tcp", False), ("tcp", True)]
     monkeypatch.setattr(transfers, "RDMA_DEVICES", tmp_path)
     assert Transport.choose(auto, torch.device("cpu")).backend == "tcp", "there are no devices"
     (tmp_path / "mlx5_0").touch()
-    assert Transport.choose(auto, torch.device("cpu")).backend == "nixl"
-    assert Transport.choose(DisaggregationConfig(transfer_backend="tcp"), torch.device("cpu")).backend == "tcp"
+    own = [Transport.choose(auto, torch.device(name)) for name in ("cpu", "cuda")]
+    assert [(o.backend, o.has_near) for o in own] == [("nixl", False), ("nixl", False)]
+    given = Transport.choose(DisaggregationConfig(transfer_backend="tcp"), torch.device("cuda"))
+    assert (given.backend, given.has_near) == ("tcp", False)
     store = KvStore([CacheSpec("keys", (4, 8), torch.float32, 2)], 8, 6, torch.device("cpu"))
     given = Transport.from_dict(json.loads(json.dumps(Transport("tcp", ("127.0.0.1", 1), "192.0.2.1").as_dict())))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
@@ -561,6 +566,43 @@ def test_what_moves_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     rank = given.open("node rank 1", store, is_follower=True)
     assert rank.address.hosts[0] == "127.0.0.1" and "192.0.2.1" not in rank.address.hosts
     rank.close()
+
+
+def test_nodes_in_reach_are_read_by_nixl_and_others_over_tcp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
+    """As `auto` has it on GPUs without RDMA; here with memory that both can read. Nodes that are told to use tcp are read, and read, so."""
+    transport = Transport.from_dict(json.loads(json.dumps(Transport("tcp", ("127.0.0.1", 1), "127.0.0.1", has_near=True).as_dict())))
+    stores = [KvStore([CacheSpec("keys", (4, 8), torch.float32, 2)], 8, 6, torch.device("cpu")) for _ in range(3)]
+    stores[0].memory.copy_(torch.randint(0, 255, stores[0].memory.shape, dtype=torch.uint8))
+    there, here = (transport.open(name, store, 1) for name, store in zip(("there", "here"), stores, strict=False))
+    plain = dataclasses.replace(transport, has_near=False).open("plain", stores[2])
+    address = PageAddress.from_dict(json.loads(json.dumps(there.address.as_dict())))
+    assert address == there.address and address.backend == "tcp"
+
+    def is_read() -> bool:
+        there.serve()
+        return reader.is_done(handle)
+
+    elsewhere = dataclasses.replace(address, place="elsewhere")
+    for reader, store, own, is_far in ((here, stores[1], address, False), (here, stores[1], elsewhere, True), (plain, stores[2], address, True)):
+        for to_scratch in (False, True) if reader is here else (False,):
+            store.memory.zero_()
+            handle = reader.read(own, [0, 1], [2, 4], to_scratch=to_scratch) if not to_scratch else reader.read(own, [0], [2], to_scratch=True)
+            assert isinstance(handle, TcpRead) == is_far
+            wait_for(is_read, "a read")
+            found = reader.scratch if to_scratch else store.memory[:2]
+            assert torch.equal(found, stores[0].memory[[2, 4][: len(found)]])
+        reader.forget(own)
+    for one in (there, here, plain):
+        one.close()
+    monkeypatch.setattr(transfers, "BOOT_ID", tmp_path / "none")
+    unknown = transport.open("unknown", stores[0])
+    assert unknown.address.near is None and not unknown.is_served, "nobody knows who else is there"
+    unknown.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(transfer, "MODULES", ("no_such_module",))
+    without = transport.open("without", stores[0])
+    assert without.address.near is None and "no_such_module" in caplog.text
+    without.close()
 
 
 def test_jobs_that_wait_are_counted(redis: RedisServer) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from backend.disaggregation import tcp_transfer
 from backend.disaggregation.tcp_transfer import TcpTransfer, connect, find_hosts
+from backend.disaggregation.transfer import make_scratch
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
 from tests.servers import wait_until
@@ -111,7 +112,7 @@ def test_the_others_go_on(code: str, backend: str) -> None:
 def make(hosts: tuple[str, ...] = ("127.0.0.1",)) -> tuple[TcpTransfer, KvStore]:
     store = KvStore([CacheSpec("keys", (4, 8), torch.float32, 2)], 8, 6, torch.device("cpu"))
     store.memory.copy_(torch.randint(0, 255, store.memory.shape, dtype=torch.uint8))
-    return TcpTransfer(store, hosts), store
+    return TcpTransfer(store, hosts, make_scratch(store, 0)), store
 
 
 def test_whoever_is_no_node_reads_nothing_and_keeps_nobody_from_it(monkeypatch: pytest.MonkeyPatch) -> None:

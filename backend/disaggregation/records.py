@@ -17,7 +17,7 @@ from backend.core import HandOff, Outcome, Request, Speculation
 from backend.grammar.thinking import FORM
 from backend.sampling_params import SamplingParams
 
-VERSION = 8
+VERSION = 9
 """Of these records. Nodes of different versions do not work for each other."""
 
 Fields = dict[str, bytes]

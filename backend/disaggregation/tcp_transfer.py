@@ -4,7 +4,7 @@ Where networks have no RDMA, UCX reads by messages, and its offering side ends i
 message's assertion, or by a request that it had not filled in (NIXL 1.5.1). Here whatever a reader does ends its own connection.
 
 A reader sends the offering node's token, which is answered by a byte; then for each read the number of its runs, and of each the first page and how
-many (32-bit, little-endian), which are answered by the pages.
+many (32-bit, little-endian), which are answered by the pages. Those in a GPU's memory pass through pinned memory at both ends (`staging`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 import torch
 
+from backend.disaggregation.staging import Pieces, make_pages
 from backend.disaggregation.transfer import PageAddress, check_backend, find_runs
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import KvStore
@@ -44,25 +45,23 @@ class TcpRead:
 
     runs: np.ndarray
     """[n, 2] uint32, of the other node: first page, and how many."""
-    targets: list[memoryview]
+    pieces: Pieces
+    """To be filled."""
     error: str = ""
     is_over: bool = False
 
 
 class TcpTransfer:
-    """Offers the pages of a store that lie in the host's memory, and reads others'. Safe from any thread."""
+    """Offers the pages of a store, and reads others'. Safe from any thread."""
 
     is_served = False
     """Others' reads get on by themselves."""
 
-    def __init__(self, store: KvStore, hosts: Sequence[str], num_scratch_bytes: int = 0) -> None:
-        """hosts: this host's addresses, which other nodes try in turn; one: others do not reach the pages. num_scratch_bytes: for what is read
-        beside the store's pages. Raises ConfigError."""
-        if store.device.type != "cpu":
-            raise ConfigError(f"disaggregation.transfer_backend is 'tcp'; pages in the memory of {store.device} are moved by nixl")
-        self._page_bytes, self._pages = store.page_bytes, store.memory.numpy()
-        self.scratch = torch.zeros(-(-num_scratch_bytes // store.page_bytes), store.page_bytes, dtype=torch.uint8)
-        """[n, page_bytes] uint8"""
+    def __init__(self, store: KvStore, hosts: Sequence[str], scratch: torch.Tensor) -> None:
+        """hosts: this host's addresses, which other nodes try in turn; one: others do not reach the pages. scratch: `make_scratch`'s, for what is
+        read beside the store's pages. Raises ConfigError."""
+        self._page_bytes, self._num_pages, self.scratch = store.page_bytes, len(store.memory), scratch
+        self._pages, self._scratch_pages = make_pages([store.memory, scratch])
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._listener = listen(hosts)
         self.address = PageAddress(self._token, 0, store.page_bytes, "TCP", 0, tuple(hosts), self._listener.getsockname()[1])
@@ -118,12 +117,15 @@ class TcpTransfer:
                 if not 1 <= count <= MAX_RUNS:
                     return
                 runs = np.frombuffer(receive(reader, 2 * WORD * count), dtype="<u4").reshape(-1, 2).astype(np.int64)
-                if not runs[:, 1].all() or (runs.sum(axis=1) > len(self._pages)).any():
+                if not runs[:, 1].all() or (runs.sum(axis=1) > self._num_pages).any():
                     return
-                for first, length in runs.tolist():
-                    reader.sendall(self._pages[first : first + length].data.cast("B"))
+                with contextlib.closing(self._pages.outgoing(runs.tolist())) as pieces:
+                    for piece in pieces:
+                        reader.sendall(piece)
         except (OSError, EOFError) as error:
             logger.debug("pages: a reader has left: %s", error)
+        except TransferError as error:
+            logger.warning("pages are not sent to a node: %s", error)
         except Exception:
             logger.exception("pages could not be sent")
         finally:
@@ -139,21 +141,21 @@ class TcpTransfer:
         check_backend(address, "tcp")
         if address.page_bytes != self._page_bytes:
             raise TransferError(f"pages of {address.page_bytes} bytes cannot be read: this node's are of {self._page_bytes} bytes")
-        memory = self.scratch.numpy() if to_scratch else self._pages
-        if max(pages, default=0) >= len(memory):
-            raise TransferError(f"page {max(pages)} does not exist; there are {len(memory)}")
+        own_pages, count = (self._scratch_pages, len(self.scratch)) if to_scratch else (self._pages, self._num_pages)
+        if max(pages, default=0) >= count:
+            raise TransferError(f"page {max(pages)} does not exist; there are {count}")
         own, remote, lengths = find_runs(pages, remote_pages)
         if (remote < 0).any():
             raise TransferError(f"page {remote.min()} does not exist on the other node")
-        targets = [memory[begin : begin + length].data.cast("B") for begin, length in zip(own.tolist(), lengths.tolist(), strict=True)]
-        read = TcpRead(np.stack([remote, lengths], axis=1).astype("<u4"), targets, is_over=not targets)
+        pieces = own_pages.incoming(np.stack([own, lengths], axis=1).tolist())
+        read = TcpRead(np.stack([remote, lengths], axis=1).astype("<u4"), pieces, is_over=not len(own))
         with self._lock:
             if self._is_closed:
                 raise TransferError("this node is shutting down")
             peer = self._peers.get(address)
             if peer is None:
                 peer = self._peers[address] = _Peer(address)
-            if targets and not peer.put(read):
+            if not read.is_over and not peer.put(read):
                 self._peers[address] = peer = _Peer(address)  # its connection has broken since
                 peer.put(read)
         return read
@@ -218,10 +220,11 @@ class _Peer:
                     is_wanted = not self._error
                 while is_wanted and (read := self._reads.get()) is not None:
                     connected.sendall(struct.pack("<I", len(read.runs)) + read.runs.tobytes())
-                    for target in read.targets:
-                        fill(connected, target)
+                    with contextlib.closing(read.pieces) as pieces:
+                        for piece in pieces:
+                            fill(connected, piece)
                     read.is_over, read = True, None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, TransferError) as error:
             self.close(str(error))
         except Exception as error:
             logger.exception("pages could not be read")

@@ -37,17 +37,23 @@ class PageAddress:
     hosts: tuple[str, ...] = ()
     """Of TCP: addresses of the node, to be tried in turn."""
     port: int = 0
+    near: PageAddress | None = None
+    """Of TCP: where NIXL finds the same pages, for nodes of the same place."""
+    place: str = ""
+    """Of TCP, with `near`: `transfers.find_place`'s."""
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"metadata": self.metadata.hex(), "hosts": list(self.hosts)}
+        near = None if self.near is None else self.near.as_dict()
+        return dataclasses.asdict(self) | {"metadata": self.metadata.hex(), "hosts": list(self.hosts), "near": near}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PageAddress:
-        return cls(**{**values, "metadata": bytes.fromhex(values["metadata"]), "hosts": tuple(map(str, values["hosts"]))})
+        near = None if values["near"] is None else cls.from_dict(values["near"])
+        return cls(**{**values, "metadata": bytes.fromhex(values["metadata"]), "hosts": tuple(map(str, values["hosts"])), "near": near})
 
     @property
     def backend(self) -> str:
-        """What moves these pages."""
+        """What moves these pages, to any node."""
         return backend_of(self.kind)
 
 
@@ -61,16 +67,14 @@ class PageTransfer:
     is_served = True
     """`serve` has to be called for others' reads to get on."""
 
-    def __init__(self, name: str, store: KvStore, num_scratch_bytes: int = 0) -> None:
-        """name: unlike any other node's. num_scratch_bytes: for what is read beside the store's pages. Raises ConfigError."""
+    def __init__(self, name: str, store: KvStore, scratch: torch.Tensor) -> None:
+        """name: unlike any other node's. scratch: `make_scratch`'s, for what is read beside the store's pages. Raises ConfigError."""
         api = _load_nixl()
         try:
             # NIXL's own thread for progress never sleeps: it takes a whole core of each node (measured). Readers poll, and who offers calls `serve`.
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
             self._agent = api.nixl_agent(name, config)
-            self._store, self._memory = store, store.memory
-            self.scratch = torch.zeros(-(-num_scratch_bytes // store.page_bytes), store.page_bytes, dtype=torch.uint8, device=store.device)
-            """[n, page_bytes] uint8"""
+            self._store, self._memory, self.scratch = store, store.memory, scratch
             regions = [self._memory, *([self.scratch] if len(self.scratch) else [])]
             self._registered = [self._agent.register_memory(region) for region in regions]
             self._metadata = self._agent.get_agent_metadata()
@@ -162,6 +166,14 @@ class PageTransfer:
                 self._agent.deregister_memory(registered)
             except Exception as error:
                 logger.debug("memory could not be given back: %s", error)
+
+
+def make_scratch(store: KvStore, num_bytes: int) -> torch.Tensor:
+    """Pages of nobody, beside a store's, for at least so many bytes: [n, page_bytes] uint8."""
+    scratch = torch.zeros(-(-num_bytes // store.page_bytes), store.page_bytes, dtype=torch.uint8, device=store.device)
+    if scratch.is_cuda:
+        torch.cuda.current_stream(scratch.device).synchronize()  # what is read comes by another stream, or none
+    return scratch
 
 
 def check_backend(address: PageAddress, own: str) -> None:
