@@ -18,7 +18,7 @@ from backend.grammar.endless import is_endless
 from backend.grammar.thinking import FORM, MAY_THINK, THINKING
 from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
-from backend.text import Tokenizer
+from backend.text import CONTINUES, Tokenizer
 from backend.thought import THINK, THOUGHT
 from backend.tools import Tools, find_format, takes_one_call
 from backend.truncation import Truncation, fit_messages
@@ -150,6 +150,7 @@ class Intake:
             return THINKING
         template = (self._tokenizer.chat_template if tools is None else self._tokenizer.tool_template) or ""
         is_off = any((template_variables or {}).get(name) is False for name in ("enable_thinking", "thinking"))
+        is_off |= (template_variables or {}).get(CONTINUES) is True
         # A template that says nothing of thoughts is of a model that has none; one that closes them at the prompt's end has switched them off.
         return MAY_THINK if is_chat and THOUGHT in template and not (is_off or bare.endswith(THOUGHT)) else FORM
 

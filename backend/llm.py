@@ -24,6 +24,7 @@ from backend.open_requests import DeltaSink
 from backend.other_servers.translation import translate
 from backend.sampling_defaults import read_sampling_defaults
 from backend.sampling_params import SamplingParams
+from backend.text import ADDS, CONTINUES
 
 logger = logging.getLogger(__name__)
 
@@ -182,11 +183,18 @@ class LLM:
         messages: Sequence[dict[str, Any]],
         sampling_params: SamplingParams | None = None,
         *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Completes one conversation, rendered by the model's chat template, with more variables if it is to have them (such as enable_thinking)."""
-        prompt = self.engine.tokenizer.render_chat(messages, own=chat_template_kwargs)
+        """Completes one conversation, rendered by the model's chat template, with more variables if it is to have them (such as enable_thinking).
+
+        add_generation_prompt: the assistant's turn is opened; None: unless continue_final_message, by which the answer goes on with the final
+        message's text.
+        """
+        turn = {CONTINUES: continue_final_message, **({} if add_generation_prompt is None else {ADDS: add_generation_prompt})}
+        prompt = self.engine.tokenizer.render_chat(messages, own={**turn, **(chat_template_kwargs or {})})
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         if sampling_params is None:  # as long as it takes
             room = max(1, self.engine.scheduler.max_num_tokens - len(ids))

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,10 @@ _READS_ARGUMENTS = re.compile(r"""\barguments(?:['"]\])?\s*(?:\||\.|is\b)""")
 """Of a template that writes arguments alone: it makes text of objects (`| tojson`, `.items()`), or tells the two apart."""
 _WANTS_SHORT_IDS = re.compile(rf"\bid\s*\|\s*length\s*(?:!=|<)\s*{ID_CHARACTERS}\b")
 """Of a template: it refuses other ids of calls, as Mistral's."""
-TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
+ADDS, CONTINUES = "add_generation_prompt", "continue_final_message"
+"""What transformers calls whether the assistant's turn is opened, and whether the final message is left open, for the answer to go on with it."""
+GIVEN = ("messages", "tools")
+"""What templates read, and the request itself gives them."""
 
 
 class Tokenizer:
@@ -112,7 +116,7 @@ class Tokenizer:
     @property
     def template_variables(self) -> list[str]:
         """What requests may tell the chat template (`chat_template_kwargs`)."""
-        return [] if self._template is None else [name for name in self._template.variables if name not in TEMPLATE_VARIABLES]
+        return [] if self._template is None else [name for name in self._template.variables if name not in (*GIVEN, ADDS)]
 
     @property
     def chat_template(self) -> str | None:
@@ -154,31 +158,69 @@ class Tokenizer:
         """The prompt for a list of {role, content}.
 
         Raises RequestError when there is no template or it refuses, CapacityError when too many wait for it.
-        max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`).
+        max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`),
+        among which may be ADDS (default: true, unless CONTINUES is) and CONTINUES (default: false).
         """
         template = self._template if variables.get("tools") is None else self._tool_template
         if template is None:
             raise RequestError("this model has no chat template: send text_input or input_ids")
-        if taken := [name for name in own or () if name in TEMPLATE_VARIABLES]:
-            raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {', '.join(TEMPLATE_VARIABLES)} are given by the request itself")
-        given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables, **(own or {})}
+        if taken := [name for name in own or () if name in GIVEN]:
+            raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {' and '.join(GIVEN)} are given by the request itself")
+        adds, continues = read_turn(own or {})
+        given = {**self._special, "tools": None, "documents": None, **variables, **(own or {}), ADDS: adds}
+        given.pop(CONTINUES, None)
         found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), _wants_texts(template.source))
         if _WANTS_SHORT_IDS.search(template.source):
             found = shorten_ids(found)
         if _DEVELOPER not in template.source:  # a template leaves out what has a role that it does not know, or refuses it
             found = [{**message, "role": "system"} if message.get("role") == _DEVELOPER else message for message in found]
+        end = ""
+        if continues:
+            found, end = mark_end(found)
         try:
-            return template.render(found, given, max_characters)
+            text = template.render(found, given, max_characters)
         except RequestError:
             if all(message["content"] is not None for message in found):
                 raise
-        # Some look into the content of calls before they ask whether it is null, as DeepSeek-R1-0528's.
-        return template.render([{**message, "content": message["content"] or ""} for message in found], given, max_characters)
+            # Some look into the content of calls before they ask whether it is null, as DeepSeek-R1-0528's.
+            text = template.render([{**message, "content": message["content"] or ""} for message in found], given, max_characters)
+        return cut_at(text, end) if continues else text
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences that spell `word`, at the start of a word and inside one."""
         found = {tuple(self.encode(w, add_special_tokens=False)) for w in (word, " " + word.lstrip())}
         return [ids for ids in sorted(found) if ids]
+
+
+def read_turn(own: Mapping[str, Any]) -> tuple[bool, bool]:
+    """What a request says of ADDS and CONTINUES. Raises RequestError."""
+    for name in (ADDS, CONTINUES):
+        if not isinstance(own.get(name, False), bool):
+            raise RequestError(f"{name} must be true or false, got {own[name]!r:.80}")
+    continues = own.get(CONTINUES, False)
+    adds = own.get(ADDS, not continues)
+    if adds and continues:
+        raise RequestError(f"{CONTINUES} and {ADDS} are both true: the final message goes on, or an answer begins")
+    return adds, continues
+
+
+def mark_end(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The messages with a mark behind the final one's content, and the mark, which is like nothing that is there. Raises RequestError."""
+    last = messages[-1]
+    if not isinstance(last.get("content"), str) or not last["content"].strip() or last.get("tool_calls"):
+        what = "calls tools" if last.get("tool_calls") else "has no text"
+        raise RequestError(f"{CONTINUES}: the final message {what}: there is nothing to go on with")
+    mark = secrets.token_hex(16)
+    return [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}], mark
+
+
+def cut_at(text: str, mark: str) -> str:
+    """A prompt that ends where `mark_end`'s mark begins; spaces before that are left out where the template trims contents, as transformers has it.
+    Raises RequestError."""
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise RequestError(f"{CONTINUES}: the chat template does not write what the final message says")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _wants_texts(source: str) -> bool:

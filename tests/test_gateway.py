@@ -228,6 +228,25 @@ class TestCompletions:
 
 
 class TestChat:
+    def test_the_final_message_goes_on(self, address, api):
+        """vLLM's: the prompt ends where its text does."""
+        messages = [{"role": "user", "content": "read a file"}, {"role": "assistant", "content": [{"type": "text", "text": "with open("}]}]
+        open_ = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        prompt = "# user: read a file\n# assistant: with open("
+        tokens = json.loads(ask(address, "/tokenize", open_)[2])["tokens"]
+        assert tokens == Tokenizer(BUNDLED_MODEL).encode(prompt, add_special_tokens=False)
+        expected = api.completions.create(model="default", prompt=tokens, max_tokens=12, temperature=0).choices[0].text
+        assert converse(api, messages=messages, extra_body={"continue_final_message": True}).choices[0].message.content == expected
+        closed = ask(address, "/tokenize", {"messages": messages, "add_generation_prompt": False})
+        assert json.loads(closed[2])["tokens"] == [*tokens, *Tokenizer(BUNDLED_MODEL).encode("\n", add_special_tokens=False)]
+        for wrong, message in (
+            ({"add_generation_prompt": True}, "continue_final_message and add_generation_prompt are both true"),
+            ({"messages": [{"role": "assistant", "content": None}]}, "continue_final_message: the final message has no text"),
+            ({"continue_final_message": 1}, "continue_final_message: Input should be a valid boolean"),
+        ):
+            status, _, raw = ask(address, "/v1/chat/completions", {**open_, **wrong})
+            assert status == 400 and message in raw.decode()
+
     def test_whole_and_streamed(self, api, direct):
         expected = direct.generate(messages=[{"role": "user", "content": "read a file"}], max_tokens=12, temperature=0.0)[0]
         whole = converse(api)
@@ -415,7 +434,7 @@ class TestOtherRoutes:
         for bad, message in (
             ({"prompt": "x", "messages": messages}, "one of them only"),
             ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens may be left out, or true"),
-            ({"messages": messages, "add_generation_prompt": False}, "add_generation_prompt"),
+            ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt needs messages: text has no template"),
             ({"messages": []}, "messages: List should have at least 1 item"),
             ({"prompt": "x", "tools": tools}, "tools needs messages: text has no template"),
             ({"messages": messages, "tools": [{}]}, "tools[0] must be"),

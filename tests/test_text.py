@@ -296,6 +296,7 @@ def test_broken_tokenizer_config(tmp_path: Path, content: bytes, message: str) -
 # -- chat templates -------------------------------------------------------------------------------------------------------------
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+CALLS = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 
 
 def with_template(folder: Path, template: Any, **settings_: Any) -> Tokenizer:
@@ -314,8 +315,47 @@ def test_templates_see_what_hugging_face_gives_them(tmp_path: Path) -> None:
     template += "{{ eos_token }}{{ unk_token }}{% if add_generation_prompt %}>{% endif %}{{ extra }}"
     tokenizer = with_template(tmp_path, template, bos_token={"content": "<s>"}, eos_token="</s>", unk_token=None)
     assert tokenizer.render_chat(MESSAGES, extra=5) == tokenizer.render_chat(MESSAGES, own={"extra": 5}) == "<s>Why?</s>>5"
-    with pytest.raises(RequestError, match="chat_template_kwargs has 'tools': messages, tools, add_generation_prompt are given"):
+    with pytest.raises(RequestError, match="chat_template_kwargs has 'tools': messages and tools are given"):
         tokenizer.render_chat(MESSAGES, own={"tools": []})
+
+
+@pytest.mark.parametrize("inner", ["{{ m.content }}", "{{ m.content | trim }}", "{{ m.content.split('</think>')[-1] }}"])
+def test_the_final_message_is_left_open_as_transformers_has_it(tmp_path: Path, inner: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    template = "{% for m in messages %}<{{ m.role }}>" + inner + "</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer = with_template(tmp_path, template)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
+    for text in ("Because", " Because\n- a\n- ", "Why?"):
+        messages = [*MESSAGES, {"role": "assistant", "content": text}]
+        for own in ({"continue_final_message": True}, {"add_generation_prompt": False}, {}):
+            expected = theirs.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": not own, **own})
+            assert tokenizer.render_chat(messages, own=own) == expected, (text, own)
+
+
+def test_what_a_template_leaves_out_of_the_final_message_is_left_out(tmp_path: Path) -> None:
+    """Where transformers refuses: Qwen 3's leaves out what was thought, and the bundled one writes lines as comments."""
+    messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nHm\n</think>\n\nBecause\nof "}]
+    tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content.split('</think>')[-1].lstrip('\n') }}</s>{% endfor %}")
+    assert tokenizer.render_chat(messages, own={"continue_final_message": True}) == "Be brief.</s>Why?</s>Because\nof "
+    assert TOKENIZER.render_chat(messages, own={"continue_final_message": True}).endswith("# \n# Because\n# of ")
+
+
+@pytest.mark.parametrize(
+    ("last", "own", "message"),
+    [
+        ({"content": "x"}, {"add_generation_prompt": True}, "continue_final_message and add_generation_prompt are both true"),
+        ({"content": "x"}, {"continue_final_message": 1}, "continue_final_message must be true or false, got 1"),
+        ({"content": "x"}, {"add_generation_prompt": "no"}, "add_generation_prompt must be true or false, got 'no'"),
+        ({"content": " "}, {}, "continue_final_message: the final message has no text"),
+        ({"content": "x", "tool_calls": CALLS}, {}, "continue_final_message: the final message calls tools"),
+        ({"content": "left out"}, {}, "continue_final_message: the chat template does not write what the final message says"),
+    ],
+)
+def test_final_messages_that_cannot_be_left_open(tmp_path: Path, last: dict[str, Any], own: dict[str, Any], message: str) -> None:
+    tokenizer = with_template(tmp_path, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(RequestError, match=message):
+        tokenizer.render_chat([*MESSAGES, {"role": "assistant", **last}], own={"continue_final_message": True, **own})
 
 
 def test_lines_of_blocks_alone_leave_nothing(tmp_path: Path) -> None:

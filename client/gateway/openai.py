@@ -224,13 +224,37 @@ class Message(BaseModel):
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
 
+class Templated(Strict):
+    """What chats tell the template, beside messages and tools."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: more variables, such as enable_thinking."""
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    """vLLM's, as the next: whether the assistant's turn is opened. Default: unless the final message goes on."""
+    continue_final_message: bool | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """As decode takes them."""
+        turn = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
+        given = {name: value for name, value in turn.items() if value is not None}
+        return {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {}), **given}
+
+    def check_is_used(self, has_messages: bool) -> None:
+        """Raises ValueError for what a prompt without a template has no use for."""
+        idle: dict[str, Any] = {"chat_template_kwargs": {}, "reasoning_effort": None, "add_generation_prompt": True, "continue_final_message": False}
+        if not has_messages and (given := [name for name, value in idle.items() if getattr(self, name) not in (None, value)]):
+            raise ValueError(f"{given[0]} needs messages: text has no template")
+
+
 def write_chat(messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> dict[str, Any]:
     """A chat as the tokenizer model's input."""
     found = {"messages": [m.flat() for m in messages], "tools": tools, "chat_template_kwargs": variables}
     return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value}
 
 
-class ChatRequest(GenerateRequest):
+class ChatRequest(Templated, GenerateRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
@@ -240,9 +264,6 @@ class ChatRequest(GenerateRequest):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's: more variables for the template, such as enable_thinking."""
-    reasoning_effort: Effort | None = None
     add_special_tokens: Literal[False] | None = None
     """Accepted: the template writes them."""
     truncation: Literal["auto", "disabled"] | None = None
@@ -254,8 +275,7 @@ class ChatRequest(GenerateRequest):
             raise ValueError("give messages, or text, and not both")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
-        if self.chat_template_kwargs and self.messages is None:
-            raise ValueError("chat_template_kwargs needs messages: text has no template")
+        self.check_is_used(self.messages is not None)
         if self.truncation is not None and self.messages is None:
             raise ValueError("truncation needs messages: truncate_prompt_tokens shortens a text")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
@@ -287,13 +307,13 @@ class ChatRequest(GenerateRequest):
 
     def prompt_value(self) -> dict[str, Any]:
         """Of messages: the prompt as the tokenizer model's input."""
-        return write_chat(self.messages or [], self.tools, {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})})
+        return write_chat(self.messages or [], self.tools, self.variables)
 
     def parameters(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
-        if self.messages is not None and (variables := {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}):
-            values["chat_template_kwargs"] = variables
+        if self.messages is not None and self.variables:
+            values["chat_template_kwargs"] = self.variables
         if self.truncation == "auto":
             values["truncation"] = self.truncation
         if self.tools:
@@ -311,7 +331,7 @@ class SuffixCorpusRequest(Strict):
     corpus: Annotated[list[Text | TokenIds], Field(min_length=1, fail_fast=True)]
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Templated):
     """POST /tokenize."""
 
     model: str | None = None
@@ -319,8 +339,6 @@ class TokenizeRequest(Strict):
     text: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
     add_special_tokens: bool | None = None
     """As decode has it: true for a prompt; a template writes those of messages itself."""
     return_token_strs: bool = False
@@ -334,9 +352,9 @@ class TokenizeRequest(Strict):
     def _check_prompt(self) -> TokenizeRequest:
         if sum(value is not None for value in (self.prompt, self.text, self.messages)) != 1:
             raise ValueError("give prompt, text or messages, and one of them only")
-        for name in ("tools", "chat_template_kwargs", "reasoning_effort"):
-            if getattr(self, name) and self.messages is None:
-                raise ValueError(f"{name} needs messages: text has no template")
+        if self.tools and self.messages is None:
+            raise ValueError("tools needs messages: text has no template")
+        self.check_is_used(self.messages is not None)
         if self.add_special_tokens not in (None, self.messages is None):
             raise ValueError(f"add_special_tokens may be left out, or {str(self.messages is None).lower()}")
         return self
@@ -344,8 +362,7 @@ class TokenizeRequest(Strict):
     def prompt_value(self) -> dict[str, Any]:
         """The prompt as the tokenizer model's input."""
         if self.messages is not None:
-            variables = {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}
-            return write_chat(self.messages, self.tools, variables)
+            return write_chat(self.messages, self.tools, self.variables)
         return {"text_input": self.text if self.prompt is None else self.prompt}
 
 
