@@ -311,9 +311,7 @@ class Engine:
                 budget.note_rest(seconds - self._under_way.phase_seconds)
         elif self.num_finished == num_read + 1:
             busy = seconds - (self._under_way.waited_seconds - waited)
-            plan, number = step.plan, len(step.entries)
-            effort = {"has_drafts": plan.has_lookup or plan.num_queries > 1, "has_model": plan.num_model_drafts > 0}
-            budget.note_host(number, busy, step.is_waited_for, plan.num_prompts > 0, **effort)
+            budget.note_host(len(step.entries), busy, step.is_waited_for, step.plan.num_prompts > 0, **step.effort)
         return True
 
     def _has_news(self) -> bool:

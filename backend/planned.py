@@ -164,3 +164,9 @@ class PlannedStep:
     """That it took to make them."""
     is_waited_for: bool = False
     """No step of its requests that decode was under way when it was planned."""
+
+    @property
+    def effort(self) -> dict[str, bool]:
+        """What the host's time for it goes by (`PaddedTimes.add_host`). A model drafter that but keeps up has none of its drafts planned and booked:
+        so trials without it tell what a step with lookups alone takes, which nothing else does while the model is chosen."""
+        return {"has_drafts": self.plan.has_lookup or self.plan.num_queries > 1, "has_model": self.num_asked > 0}

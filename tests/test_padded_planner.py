@@ -112,7 +112,9 @@ def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatc
     def plan(is_asked: bool, keeps_up: bool) -> list[int]:
         chosen.begin([request])
         chosen._applied, chosen._applied_model, chosen.keeps_up = TOP, is_asked, keeps_up
-        fields = planner.plan(Batch([Scheduled(request, 1, TOP, 20, is_decoding=True)])).plan.fields
+        step = planner.plan(Batch([Scheduled(request, 1, TOP, 20, is_decoding=True)]))
+        assert step.effort == {"has_drafts": True, "has_model": is_asked}, "what such a trial takes the host is what lookups alone take it"
+        fields = step.plan.fields
         return fields[[FIRST, DRAFTER_COUNT, MODEL_LIMIT, LOOKUP_LIMIT], 0].tolist()
 
     assert plan(True, False) == [-1, -1, STEPS, TOP]
