@@ -35,15 +35,19 @@ class OpenRequest:
     """When the last step that emitted for it was read."""
     is_echoed: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    silent: frozenset[int] = frozenset()
+    """Tokens that end it and write nothing, where special tokens are text."""
 
     def read(self, token_ids: list[int]) -> tuple[list[int], str, bool]:
         """The tokens up to a stop string, their text, and whether there is one."""
-        if self.thought.is_over and not self.stream.has_stop:  # as most steps have it
+        if self.thought.is_over and not self.stream.has_stop and not self.silent:  # as most steps have it
             return token_ids, self.stream.extend(token_ids), False
         text, first, min_tokens = "", self.request.num_output_tokens, self.request.params.min_tokens
         for count, token_id in enumerate(token_ids, 1):
             if not self.thought.is_over:
                 self.thought.push(token_id)
+            if token_id in self.silent:
+                continue
             piece, is_stopped = self.stream.append(token_id, first + count > min_tokens)
             text += piece
             if is_stopped:
@@ -97,8 +101,10 @@ class OpenRequests:
 
     def begin(self, request: Request, sink: DeltaSink, submitted: float) -> OpenRequest:
         params = request.params
-        stream = TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call)
+        stream = TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call, params.skip_special_tokens)
         own = OpenRequest(request, sink, stream, ThoughtCount(self._tokenizer, request.begins_thinking), submitted)
+        if not (params.skip_special_tokens or params.include_stop):
+            own.silent = request.stop_ids & set(self._tokenizer.special_ids.values())
         self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
         return own
@@ -180,7 +186,7 @@ class OpenRequests:
         if params.echo and not own.is_echoed:
             own.is_echoed = True
             delta.prompt_token_ids = prompt
-            delta.prompt_text = self._tokenizer.decode(prompt)
+            delta.prompt_text = self._tokenizer.decode(prompt, skip_special_tokens=params.skip_special_tokens)
             if params.logprobs is not None and len(own.prompt_logprobs) == len(prompt) - 1:
                 delta.logprobs = own.prompt_logprobs + (delta.logprobs or [])
                 own.prompt_logprobs = []

@@ -66,6 +66,8 @@ class SamplingParams:
     include_stop: bool = False
     """Keep the stop string in the text."""
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    """False: they are text like others, but for one that ends the completion, which is so with `include_stop` alone (as in vLLM)."""
     logprobs: int | None = None
     """Log-probabilities of the emitted token and of this many likeliest ones, before any parameter acts. With `echo`, of the prompt's tokens
     too, from the second on."""
@@ -111,7 +113,7 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} entries; the limit is {MAX_STOP_TOKEN_IDS}")
         for token_id in self.stop_token_ids:
             _check("stop_token_ids", token_id, int, True, "token ids")
-        for key in ("include_stop", "ignore_eos", "echo"):
+        for key in ("include_stop", "ignore_eos", "skip_special_tokens", "echo"):
             _check(key, getattr(self, key), bool, True, "true or false")
         if self.logprobs is not None:
             good = isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS

@@ -103,6 +103,11 @@ class Tokenizer:
         return Decoding(self.inner, CALL_TOKENS) if CALL_TOKENS & set(self.special_ids) else self.decoding
 
     @functools.cached_property
+    def exact(self) -> Decoding:
+        """The same, with all special tokens."""
+        return Decoding(self.inner, self.special_ids)
+
+    @functools.cached_property
     def special_ids(self) -> dict[str, int]:
         """Of special tokens, by their text."""
         return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
@@ -301,8 +306,16 @@ class TextStream:
     and then no token follows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, may_call: bool = False) -> None:
-        decoding = tokenizer.calling if may_call else tokenizer.decoding
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        may_call: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """may_call: tools, by special tokens that are text then."""
+        decoding = tokenizer.exact if not skip_special_tokens else tokenizer.calling if may_call else tokenizer.decoding
         self._detokenizer = Detokenizer(decoding)
         self._is_streamed = decoding.is_streamed
         self._stop = tuple(stop)

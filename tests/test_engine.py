@@ -224,6 +224,24 @@ class TestEnds:
         out = self.outputs(llm, greedy(60), {"prompt_token_ids": ids})
         assert len(out.token_ids) == 14 and out.finish_reason == "length"
 
+    def test_special_tokens_in_the_text(self, llm):
+        """As vLLM has it: one that ends the completion is left out, but with include_stop."""
+        tokenizer = llm.engine.tokenizer
+        (end,) = llm.engine.worker.model.eos_token_ids
+        special = tokenizer.decode([end], skip_special_tokens=False)
+        for options, expected in (
+            ({"ignore_eos": True}, special * 3),
+            ({"ignore_eos": True, "skip_special_tokens": True}, ""),
+            ({"ignore_eos": True, "stop": ("|><|",)}, special[: -len("|>")]),
+            ({}, ""),
+            ({"include_stop": True}, special),
+            ({"include_stop": True, "skip_special_tokens": True}, ""),
+            ({"ignore_eos": True, "echo": True}, f"{special}x{special * 4}"),  # the prompt ends with one
+        ):
+            params = SamplingParams(**{"max_tokens": 3, "temperature": 0.0, "logit_bias": {end: 100.0}, "skip_special_tokens": False, **options})
+            prompt = tokenizer.encode("x") + [end] * params.echo
+            assert self.outputs(llm, params, {"prompt_token_ids": prompt}).text == expected, options
+
     def test_echo(self, llm):
         out = llm.generate("x = 1", greedy(4, echo=True), use_tqdm=False)[0].outputs[0]
         plain = llm.generate("x = 1", greedy(4), use_tqdm=False)[0].outputs[0]

@@ -318,6 +318,12 @@ class TestFieldsThatChangeNothing:
         assert ask(address, "/v1/chat/completions", {**chat, "add_special_tokens": False})[0] == 200
         assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "n": None, "add_special_tokens": True})[0] == 200
 
+    def test_special_tokens(self, address):
+        body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "logit_bias": {"0": 100}}
+        for skips, text in ((True, ""), (False, "<|endoftext|>" * 2)):
+            status, _, raw = ask(address, "/v1/completions", {**body, "skip_special_tokens": skips})
+            assert status == 200 and json.loads(raw)["choices"][0]["text"] == text
+
     def test_parts_of_messages(self, address):
         """By the names of responses, and with hints of caches."""
         found = []
@@ -344,7 +350,7 @@ class TestFieldsThatChangeNothing:
             ({"best_of": 1, "n": 2}, "'best_of': it may be left out, or n"),
             ({"best_of": True}, "'best_of': it may be left out, or n"),
             ({"service_tier": "priority"}, "'service_tier': it may be left out, or 'auto' or 'default'"),
-            ({"skip_special_tokens": False}, "'skip_special_tokens': it may be left out, or true"),
+            ({"spaces_between_special_tokens": False}, "'spaces_between_special_tokens': it may be left out, or true"),
             ({"use_beam_search": True}, "'use_beam_search': it may be left out, or false"),
             ({"use_beam_search": 0}, "'use_beam_search': it may be left out, or false"),
             ({"enable_thinking": False}, "'enable_thinking': chats have it in chat_template_kwargs"),

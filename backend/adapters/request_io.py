@@ -21,7 +21,7 @@ from backend.truncation import Truncation
 
 SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "include_stop", "ignore_eos", "logprobs", "echo", "n",
+    "frequency_penalty", "seed", "include_stop", "ignore_eos", "skip_special_tokens", "logprobs", "echo", "n",
 )  # fmt: skip
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,19}")

@@ -35,7 +35,7 @@ Numbers = Annotated[dict[str, float], BeforeValidator(_leave_wrong)]
 _SAME_NAME = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "stop",
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "include_stop",
-    "priority", "timeout_ms", "speculative", "truncate_prompt_tokens",
+    "skip_special_tokens", "priority", "timeout_ms", "speculative", "truncate_prompt_tokens",
 )  # fmt: skip
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
@@ -115,6 +115,7 @@ class GenerateRequest(StructuredRequest):
     stop_token_ids: TokenIds | None = None
     bad_words: Strings | None = None
     include_stop: bool | None = None
+    skip_special_tokens: bool | None = None
     priority: Int32 | None = None
     timeout_ms: Int64 | None = None
     speculative: dict[str, Any] | None = None
