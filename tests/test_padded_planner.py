@@ -188,11 +188,12 @@ def test_the_hosts_time_goes_by_what_drafts() -> None:
 class Simulation:
     """A request's steps on a device whose model drafter takes its time, beside a host whose lookups are as good as they are said to be."""
 
-    def __init__(self, draft: float, host: float) -> None:
-        """Seconds of the model's drafts, and of the host where the device waits for it."""
+    def __init__(self, draft: float, host: float, plain: float = 2e-4, asking: float = 2e-4) -> None:
+        """Seconds of the model's drafts; of the host where the device waits for it; and where it does not, without the model's drafts and with
+        them."""
         ability = Ability("mtp", STEPS, "ngram", has_host=True, may_wait=True)
         self.budget = DraftBudget(lambda request: ability, is_exact=False)
-        self.draft, self.host = draft, host
+        self.draft, self.host, self.plain, self.asking = draft, host, plain, asking
         self.request = Request("a", [1, 2], SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS), num_steps_ahead=1)
         self.choices: list[Choice] = []
 
@@ -227,7 +228,8 @@ class Simulation:
                     padded=PaddedStep(limit, waits, False, [waits]),
                 ),
             )
-            budget.note_host(1, self.host if waits else 2e-4, waits, False)
+            busy = self.host if waits else self.asking if num_model else self.plain
+            budget.note_host(1, busy, waits, False, has_drafts=limit > 0, has_model=num_model > 0)
             self.choices.append(Choice(limit, num_model > 0, waits))
         last = [(choice.is_asked, choice.waits) for choice in self.choices[-100:]]
         return Choice(TOP, *max(set(last), key=last.count))
@@ -246,6 +248,12 @@ class Simulation:
 def test_the_way_that_brings_most_is_found(draft: float, host: float, brings: dict[str, int], expected: tuple[bool, bool]) -> None:
     simulation = Simulation(draft, host)
     assert simulation.run(600, **brings)[1:] == expected
+
+
+def test_a_model_that_takes_the_host_longer_than_it_brings_is_left_out() -> None:
+    """Also for a little, where the host bounds every step: to leave the model out takes nothing. To begin with it again has to bring more."""
+    assert not Simulation(1e-5, 9e-3, plain=1.02e-3, asking=1.1e-3).run(600, model=5, matched=2, lookup=4, heard=0).is_asked
+    assert Simulation(1e-5, 9e-3, plain=1.1e-3, asking=1.1e-3).run(600, model=5, matched=2, lookup=4, heard=0).is_asked
 
 
 def test_it_follows_the_text() -> None:

@@ -17,9 +17,9 @@ FAR_EVERY = 8
 """Trials between those of a limit far off."""
 MIN_GAIN = 1.03
 """Another limit has to promise this much more speed, or noise would drive the choice."""
-MIN_GAIN_OF_NUMBER, MIN_GAIN_OF_MODEL = 1.01, 1.15
-"""The same where each request has as many rows as the one with most: of another number of drafts alone; and with the model drafter or without it,
-which takes several times a step's time to catch up."""
+MIN_GAIN_OF_NUMBER, MIN_GAIN_OF_MODEL, MIN_GAIN_WITHOUT_MODEL = 1.01, 1.15, 1.08
+"""The same where each request has as many rows as the one with most: of another number of drafts alone; with the model drafter, which takes several
+times a step's time to catch up; and without it."""
 MIN_ALIKE, MIN_GAIN_SOON = 64, 1.5
 """Steps for which that holds then, unless this is gained."""
 LEVELS = (0, 1, 2, 3, 5, 7, 11)
@@ -73,7 +73,7 @@ def _pick(speeds: Mapping[Choice, float], current: Choice) -> Choice:
 
     near = best_of(own for own in speeds if own.is_asked == current.is_asked) or current
     far = best_of(own for own in speeds if own.is_asked != current.is_asked)
-    if far is not None and speeds[far] > MIN_GAIN_OF_MODEL * speeds[near]:
+    if far is not None and speeds[far] > (MIN_GAIN_OF_MODEL if far.is_asked else MIN_GAIN_WITHOUT_MODEL) * speeds[near]:
         return far
     least = MIN_GAIN_OF_NUMBER if near.waits == current.waits else MIN_GAIN
     return near if speeds[near] > least * speeds[current] else current
