@@ -163,16 +163,17 @@ class Tokenizer:
         """The prompt for a list of {role, content}.
 
         Raises RequestError when there is no template or it refuses, CapacityError when too many wait for it.
-        max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`),
-        among which may be ADDS (default: true, unless CONTINUES is) and CONTINUES (default: false).
+        max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`).
+        Among all variables may be ADDS (default: true, unless CONTINUES is) and CONTINUES (default: false).
         """
         template = self._template if variables.get("tools") is None else self._tool_template
         if template is None:
             raise RequestError("this model has no chat template: send text_input or input_ids")
         if taken := [name for name in own or () if name in GIVEN]:
             raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {' and '.join(GIVEN)} are given by the request itself")
-        adds, continues = read_turn(own or {})
-        given = {**self._special, "tools": None, "documents": None, **variables, **(own or {}), ADDS: adds}
+        brought = {**variables, **(own or {})}
+        adds, continues = read_turn(brought)
+        given = {**self._special, "tools": None, "documents": None, **brought, ADDS: adds}
         given.pop(CONTINUES, None)
         found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), _wants_texts(template.source))
         if _WANTS_SHORT_IDS.search(template.source):

@@ -330,7 +330,7 @@ def test_the_final_message_is_left_open_as_transformers_has_it(tmp_path: Path, i
         messages = [*MESSAGES, {"role": "assistant", "content": text}]
         for own in ({"continue_final_message": True}, {"add_generation_prompt": False}, {}):
             expected = theirs.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": not own, **own})
-            assert tokenizer.render_chat(messages, own=own) == expected, (text, own)
+            assert tokenizer.render_chat(messages, own=own) == tokenizer.render_chat(messages, **own) == expected, (text, own)
 
 
 def test_what_a_template_leaves_out_of_the_final_message_is_left_out(tmp_path: Path) -> None:
