@@ -128,6 +128,11 @@ class Decoding:
                 return False
         return True
 
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """All of a completion's tokens at once."""
+        own = [i for i in token_ids if 0 <= i <= MAX_TOKEN_ID and self.inner.id_to_token(i) not in self._special]
+        return decode_whole(self.inner, own, skip_special_tokens=False)
+
     def piece(self, token_id: int) -> Piece | None:
         """None: the token writes nothing, since it is special or unknown."""
         try:
@@ -229,6 +234,6 @@ class Detokenizer:
         """The rest, when no token follows."""
         if self._token_ids:
             token_ids, self._token_ids = self._token_ids, []
-            return decode_whole(self._decoding.inner, token_ids, skip_special_tokens=True)
+            return self._decoding.decode(token_ids)
         text = self._joiner.flush()
         return text if self._strip is None else self._strip.push(text)

@@ -106,7 +106,7 @@ class Intake:
         if max_num_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
         asked = self._form_of(params, tools)
-        state = self._find_state(token_ids, text, bool(text) and not isinstance(prompt, str), tools, template_variables)
+        state = self._find_state(prompt, token_ids, text, tools, template_variables)
         grammars = [self.compile(asked, params, tools, state) for _ in range(params.n)]
         if asked is not None or prediction_ids:  # whose drafts are made from one text: a chain
             speculation = dataclasses.replace(speculation, num_nodes=0)
@@ -142,15 +142,17 @@ class Intake:
         ]
 
     def _find_state(
-        self, token_ids: Sequence[int], text: str, is_chat: bool, tools: Tools | None, template_variables: Mapping[str, Any] | None
+        self, prompt: Prompt, token_ids: Sequence[int], text: str, tools: Tools | None, template_variables: Mapping[str, Any] | None
     ) -> int:
         """Whether the answer to a prompt begins with thoughts, by `grammar.thinking`: it does, it may, or it does not."""
         bare = (text or self._tokenizer.decode(token_ids[-MAX_MARK_TOKENS:], skip_special_tokens=False)).rstrip()
         if bare.endswith(THINK):
             return THINKING
+        own, is_chat = template_variables or {}, bool(text) and not isinstance(prompt, str)
+        if is_chat and own.get(CONTINUES) is True:
+            return THINKING if _is_thinking(prompt[-1]["content"]) else FORM  # type: ignore[index, call-overload]
         template = (self._tokenizer.chat_template if tools is None else self._tokenizer.tool_template) or ""
-        is_off = any((template_variables or {}).get(name) is False for name in ("enable_thinking", "thinking"))
-        is_off |= (template_variables or {}).get(CONTINUES) is True
+        is_off = any(own.get(name) is False for name in ("enable_thinking", "thinking"))
         # A template that says nothing of thoughts is of a model that has none; one that closes them at the prompt's end has switched them off.
         return MAY_THINK if is_chat and THOUGHT in template and not (is_off or bare.endswith(THOUGHT)) else FORM
 
@@ -288,6 +290,12 @@ class Intake:
             for token_id in getattr(params, key):
                 if not 0 <= token_id < self._vocab_size:
                     raise RequestError(f"{key} names token {token_id}; the vocabulary has ids 0 to {self._vocab_size - 1}")
+
+
+def _is_thinking(content: Any) -> bool:
+    """Whether a message that the answer goes on with ends among thoughts: it writes their first mark itself, and not the last."""
+    said = content if isinstance(content, str) else "".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+    return said.lstrip().startswith(THINK) and THOUGHT not in said
 
 
 def check_unicode(text: str, name: str) -> None:

@@ -163,16 +163,17 @@ class Tokenizer:
         """The prompt for a list of {role, content}.
 
         Raises RequestError when there is no template or it refuses, CapacityError when too many wait for it.
-        max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`),
-        among which may be ADDS (default: true, unless CONTINUES is) and CONTINUES (default: false).
+        max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`).
+        Among all variables may be ADDS (default: true, unless CONTINUES is) and CONTINUES (default: false).
         """
         template = self._template if variables.get("tools") is None else self._tool_template
         if template is None:
             raise RequestError("this model has no chat template: send text_input or input_ids")
         if taken := [name for name in own or () if name in GIVEN]:
             raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {' and '.join(GIVEN)} are given by the request itself")
-        adds, continues = read_turn(own or {})
-        given = {**self._special, "tools": None, "documents": None, **variables, **(own or {}), ADDS: adds}
+        brought = {**variables, **(own or {})}
+        adds, continues = read_turn(brought)
+        given = {**self._special, "tools": None, "documents": None, **brought, ADDS: adds}
         given.pop(CONTINUES, None)
         found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), _wants_texts(template.source))
         if _WANTS_SHORT_IDS.search(template.source):
@@ -211,20 +212,27 @@ def read_turn(own: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def mark_end(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """The messages with a mark behind the final one's content, and the mark, which is like nothing that is there. Raises RequestError."""
-    last = messages[-1]
-    if not isinstance(last.get("content"), str) or not last["content"].strip() or last.get("tool_calls"):
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    parts = content if isinstance(content, list) else []  # which some templates read
+    part = next((p for p in reversed(parts) if isinstance(p, dict) and "text" in p), {"text": content})
+    own = part["text"]
+    if not isinstance(own, str) or not own.strip() or last.get("tool_calls"):
         what = "calls tools" if last.get("tool_calls") else "has no text"
         raise RequestError(f"{CONTINUES}: the final message {what}: there is nothing to go on with")
     mark = secrets.token_hex(16)
-    return [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}], mark
+    marked = {"text": f"{own}{mark} "}
+    content = [{**p, **marked} if p is part else p for p in parts] or marked["text"]
+    return [*messages[:-1], {**last, "content": content}], mark
 
 
 def cut_at(text: str, mark: str) -> str:
-    """A prompt that ends where `mark_end`'s mark begins; spaces before that are left out where the template trims contents, as transformers has it.
-    Raises RequestError."""
+    """A prompt that ends where `mark_end`'s mark begins, the last time that a template writes it; spaces before that are left out where the template
+    trims contents, as transformers has it. Raises RequestError."""
     before, found, after = text.rpartition(mark)
     if not found:
         raise RequestError(f"{CONTINUES}: the chat template does not write what the final message says")
+    before = before.replace(f"{mark} ", "").replace(mark, "")  # of a template that writes it twice
     return before if after.startswith(" ") else before.rstrip()
 
 

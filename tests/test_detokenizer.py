@@ -109,6 +109,14 @@ def test_any_tokens_give_what_decode_gives(kind: str, token_ids: list[int]) -> N
     assert "".join(pieces_of(kind, token_ids)) == decode(kind, token_ids)
 
 
+@pytest.mark.parametrize("kind", [*STREAMED, *WHOLE])
+@pytest.mark.parametrize("kept", [SPECIAL, SPECIAL[:1]])
+def test_special_tokens_that_are_kept_are_text(kind: str, kept: list[str]) -> None:
+    token_ids, detokenizer = ids_of("a", "<s>", "|a", "b", "<s>"), Detokenizer(Decoding(INNER[kind], kept))
+    expected = INNER[kind].decode([i for i in token_ids if kept == SPECIAL or i not in ids_of("|a")], skip_special_tokens=False)
+    assert detokenizer.extend(token_ids) + detokenizer.flush() == expected
+
+
 @pytest.mark.parametrize("kind", STRIPPED)
 @given(token_ids=IDS)
 @settings(max_examples=150, deadline=None)

@@ -330,7 +330,7 @@ def test_the_final_message_is_left_open_as_transformers_has_it(tmp_path: Path, i
         messages = [*MESSAGES, {"role": "assistant", "content": text}]
         for own in ({"continue_final_message": True}, {"add_generation_prompt": False}, {}):
             expected = theirs.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": not own, **own})
-            assert tokenizer.render_chat(messages, own=own) == expected, (text, own)
+            assert tokenizer.render_chat(messages, own=own) == tokenizer.render_chat(messages, **own) == expected, (text, own)
 
 
 def test_what_a_template_leaves_out_of_the_final_message_is_left_out(tmp_path: Path) -> None:
@@ -341,6 +341,18 @@ def test_what_a_template_leaves_out_of_the_final_message_is_left_out(tmp_path: P
     assert TOKENIZER.render_chat(messages, own={"continue_final_message": True}).endswith("# \n# Because\n# of ")
 
 
+def test_a_final_message_that_is_written_twice_or_in_parts(tmp_path: Path) -> None:
+    tokenizer = with_template(
+        tmp_path, "{% set last = messages[-1].content %}{{ last }}|{{ last | trim }}>{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    messages = [{"role": "assistant", "content": "Because "}]
+    assert tokenizer.render_chat(messages, own={"continue_final_message": True}) == "Because |Because >Because "
+    tokenizer = with_template(tmp_path, "{% for m in messages %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endfor %}")
+    messages = [{"role": "assistant", "content": [{"type": "text", "text": text} for text in ("Because", "it")]}]
+    assert tokenizer.render_chat(messages, own={"continue_final_message": True}) == "Because;it"
+    assert messages[0]["content"][1] == {"type": "text", "text": "it"}
+
+
 @pytest.mark.parametrize(
     ("last", "own", "message"),
     [
@@ -348,6 +360,7 @@ def test_what_a_template_leaves_out_of_the_final_message_is_left_out(tmp_path: P
         ({"content": "x"}, {"continue_final_message": 1}, "continue_final_message must be true or false, got 1"),
         ({"content": "x"}, {"add_generation_prompt": "no"}, "add_generation_prompt must be true or false, got 'no'"),
         ({"content": " "}, {}, "continue_final_message: the final message has no text"),
+        ({"content": [{"type": "text"}]}, {}, "continue_final_message: the final message has no text"),
         ({"content": "x", "tool_calls": CALLS}, {}, "continue_final_message: the final message calls tools"),
         ({"content": "left out"}, {}, "continue_final_message: the chat template does not write what the final message says"),
     ],

@@ -11,7 +11,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from backend.config import BUNDLED_MODEL
+from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.intake import Intake
+from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
 from backend.thought import ThoughtCount
 from client.gateway.tool_calls import AnswerParser
@@ -81,6 +83,14 @@ def test_forms_come_after_what_is_thought(api):
     text: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer", "maximum": 9}, "strict": True}}
     response = api.responses.create(model="default", input=PART * 8, max_output_tokens=48, temperature=0, text=text)
     assert [item.type for item in response.output] == ["reasoning", "message"] and int(response.output_text) <= 9
+
+
+def test_thoughts_that_a_final_message_leaves_open_go_on():
+    intake = Intake(EngineConfig(), Tokenizer(BUNDLED_MODEL), 64, 4096, frozenset())
+    for said, is_open in (("<think>\nHm", True), ("<think>\nHm\n</think>\nx", False), ("x", False), ("x <think>", True)):
+        messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": said}]
+        (request,) = intake.make(messages, SamplingParams(max_tokens=1), "own", template_variables={"continue_final_message": True})
+        assert request.begins_thinking == is_open, said
 
 
 @pytest.mark.parametrize(
