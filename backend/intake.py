@@ -13,12 +13,13 @@ from backend.chat_template import count_characters
 from backend.config import EngineConfig
 from backend.core import Request
 from backend.errors import RequestError
+from backend.final_message import CONTINUE_FINAL_MESSAGE
 from backend.grammar import Grammars, Matcher
 from backend.grammar.endless import is_endless
 from backend.grammar.thinking import FORM, MAY_THINK, THINKING
 from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
-from backend.text import CONTINUES, Tokenizer
+from backend.text import Tokenizer
 from backend.thought import THINK, THOUGHT
 from backend.tools import Tools, find_format, takes_one_call
 from backend.truncation import Truncation, fit_messages
@@ -149,7 +150,7 @@ class Intake:
         if bare.endswith(THINK):
             return THINKING
         own, is_chat = template_variables or {}, bool(text) and not isinstance(prompt, str)
-        if is_chat and own.get(CONTINUES) is True:
+        if is_chat and own.get(CONTINUE_FINAL_MESSAGE) is True:
             return THINKING if _is_thinking(prompt[-1]["content"]) else FORM  # type: ignore[index, call-overload]
         template = (self._tokenizer.chat_template if tools is None else self._tokenizer.tool_template) or ""
         is_off = any(own.get(name) is False for name in ("enable_thinking", "thinking"))

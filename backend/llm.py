@@ -17,6 +17,7 @@ from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig
 from backend.core import Delta, SpeculationStats, TokenLogprobs
 from backend.engine import Engine
 from backend.errors import ConfigError, RequestError
+from backend.final_message import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE
 from backend.intake import check_unicode
 from backend.model_checks import settle_quantization
 from backend.model_sources import find_model
@@ -24,7 +25,6 @@ from backend.open_requests import DeltaSink
 from backend.other_servers.translation import translate
 from backend.sampling_defaults import read_sampling_defaults
 from backend.sampling_params import SamplingParams
-from backend.text import ADDS, CONTINUES
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,10 @@ class LLM:
         add_generation_prompt: the assistant's turn is opened; None: unless continue_final_message, by which the answer goes on with the final
         message's text.
         """
-        turn = {CONTINUES: continue_final_message, **({} if add_generation_prompt is None else {ADDS: add_generation_prompt})}
+        turn = {
+            CONTINUE_FINAL_MESSAGE: continue_final_message,
+            **({} if add_generation_prompt is None else {ADD_GENERATION_PROMPT: add_generation_prompt}),
+        }
         prompt = self.engine.tokenizer.render_chat(messages, own={**turn, **(chat_template_kwargs or {})})
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         if sampling_params is None:  # as long as it takes

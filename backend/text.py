@@ -6,7 +6,6 @@ import functools
 import hashlib
 import logging
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from backend.detokenizer import (
     read_byte_level,
 )
 from backend.errors import ModelError, RequestError
+from backend.final_message import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, cut_at, mark_end, read_turn
 from backend.model_files import check_regular, is_named, name_tokenizers, read_json
 from backend.special_tokens import SpecialTokens, read_special_tokens
 from backend.tools import CALL_TOKENS, ID_CHARACTERS, read_history, shorten_ids
@@ -42,8 +42,6 @@ _READS_ARGUMENTS = re.compile(r"""\barguments(?:['"]\])?\s*(?:\||\.|is\b)""")
 """Of a template that writes arguments alone: it makes text of objects (`| tojson`, `.items()`), or tells the two apart."""
 _WANTS_SHORT_IDS = re.compile(rf"\bid\s*\|\s*length\s*(?:!=|<)\s*{ID_CHARACTERS}\b")
 """Of a template: it refuses other ids of calls, as Mistral's."""
-ADDS, CONTINUES = "add_generation_prompt", "continue_final_message"
-"""What transformers calls whether the assistant's turn is opened, and whether the final message is left open, for the answer to go on with it."""
 GIVEN = ("messages", "tools")
 """What templates read, and the request itself gives them."""
 
@@ -121,7 +119,7 @@ class Tokenizer:
     @property
     def template_variables(self) -> list[str]:
         """What requests may tell the chat template (`chat_template_kwargs`)."""
-        return [] if self._template is None else [name for name in self._template.variables if name not in (*GIVEN, ADDS)]
+        return [] if self._template is None else [name for name in self._template.variables if name not in (*GIVEN, ADD_GENERATION_PROMPT)]
 
     @property
     def chat_template(self) -> str | None:
@@ -164,7 +162,7 @@ class Tokenizer:
 
         Raises RequestError when there is no template or it refuses, CapacityError when too many wait for it.
         max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`).
-        Among all variables may be ADDS (default: true, unless CONTINUES is) and CONTINUES (default: false).
+        Among all variables may be ADD_GENERATION_PROMPT and CONTINUE_FINAL_MESSAGE; default: the first, unless the second is true.
         """
         template = self._template if variables.get("tools") is None else self._tool_template
         if template is None:
@@ -173,8 +171,8 @@ class Tokenizer:
             raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {' and '.join(GIVEN)} are given by the request itself")
         brought = {**variables, **(own or {})}
         adds, continues = read_turn(brought)
-        given = {**self._special, "tools": None, "documents": None, **brought, ADDS: adds}
-        given.pop(CONTINUES, None)
+        given = {**self._special, "tools": None, "documents": None, **brought, ADD_GENERATION_PROMPT: adds}
+        given.pop(CONTINUE_FINAL_MESSAGE, None)
         found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), _wants_texts(template.source))
         if _WANTS_SHORT_IDS.search(template.source):
             found = shorten_ids(found)
@@ -196,44 +194,6 @@ class Tokenizer:
         """The token sequences that spell `word`, at the start of a word and inside one."""
         found = {tuple(self.encode(w, add_special_tokens=False)) for w in (word, " " + word.lstrip())}
         return [ids for ids in sorted(found) if ids]
-
-
-def read_turn(own: Mapping[str, Any]) -> tuple[bool, bool]:
-    """What a request says of ADDS and CONTINUES. Raises RequestError."""
-    for name in (ADDS, CONTINUES):
-        if not isinstance(own.get(name, False), bool):
-            raise RequestError(f"{name} must be true or false, got {own[name]!r:.80}")
-    continues = own.get(CONTINUES, False)
-    adds = own.get(ADDS, not continues)
-    if adds and continues:
-        raise RequestError(f"{CONTINUES} and {ADDS} are both true: the final message goes on, or an answer begins")
-    return adds, continues
-
-
-def mark_end(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The messages with a mark behind the final one's content, and the mark, which is like nothing that is there. Raises RequestError."""
-    last = messages[-1] if messages else {}
-    content = last.get("content")
-    parts = content if isinstance(content, list) else []  # which some templates read
-    part = next((p for p in reversed(parts) if isinstance(p, dict) and "text" in p), {"text": content})
-    own = part["text"]
-    if not isinstance(own, str) or not own.strip() or last.get("tool_calls"):
-        what = "calls tools" if last.get("tool_calls") else "has no text"
-        raise RequestError(f"{CONTINUES}: the final message {what}: there is nothing to go on with")
-    mark = secrets.token_hex(16)
-    marked = {"text": f"{own}{mark} "}
-    content = [{**p, **marked} if p is part else p for p in parts] or marked["text"]
-    return [*messages[:-1], {**last, "content": content}], mark
-
-
-def cut_at(text: str, mark: str) -> str:
-    """A prompt that ends where `mark_end`'s mark begins, the last time that a template writes it; spaces before that are left out where the template
-    trims contents, as transformers has it. Raises RequestError."""
-    before, found, after = text.rpartition(mark)
-    if not found:
-        raise RequestError(f"{CONTINUES}: the chat template does not write what the final message says")
-    before = before.replace(f"{mark} ", "").replace(mark, "")  # of a template that writes it twice
-    return before if after.startswith(" ") else before.rstrip()
 
 
 def _wants_texts(source: str) -> bool:

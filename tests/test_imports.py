@@ -241,6 +241,7 @@ LEVELS = (
         "quantization_config",
         "model_files",
         "chat_template",
+        "final_message",
         "detokenizer",
         "limited_process",
         "joiners",

@@ -33,7 +33,7 @@ from backend.step.captured_shapes import (
     shapes_to_capture,
 )
 from backend.step.options import Options
-from backend.step.pieces import MAX_CAPTURED_ROWS, Pieces, capture
+from backend.step.pieces import Pieces, capture, most_captured_rows
 from backend.step.plan import StepPlan
 from backend.step.program import Program
 from backend.step.tensors import Advanced, StepShape, StepTensors
@@ -106,7 +106,7 @@ class Graphs:
         self._later: OrderedDict[Phase, None] = OrderedDict()
         self._waiting: OrderedDict[StepShape, None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        self._max_prompt_rows = min(config.max_step_rows_on(device.type), MAX_CAPTURED_ROWS)
+        self._max_prompt_rows = most_captured_rows(config)
         self.pieces: Pieces | None = None
         """Forwards with prompts; None: they are launched kernel by kernel."""
         self.advancing: Advancing | None = None

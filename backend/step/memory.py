@@ -14,7 +14,7 @@ from backend.errors import ConfigError
 from backend.kv_store import CacheSpec, count_page_bytes
 from backend.models import Model
 from backend.step.distributions import MAX_ROWS
-from backend.step.pieces import MAX_CAPTURED_ROWS
+from backend.step.pieces import most_captured_rows
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,7 @@ def _count_working_memory(config: EngineConfig, needs: StepNeeds) -> int:
     model, size, speculative = needs.model, needs.dtype.itemsize, config.speculative_config
     num_rows = config.max_batch_size * (1 + speculative.max_own_drafts)
     # Forwards with prompts are captured, in memory that nothing else uses.
-    num_captured = min(config.max_step_rows_on("cuda"), MAX_CAPTURED_ROWS)
-    activations = (needs.max_num_batched_tokens + num_captured + num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
+    activations = (needs.max_num_batched_tokens + most_captured_rows(config) + num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
     state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * needs.max_model_len) + GRAPHS_BYTES
     # Whole distributions are held for some rows at a time; float32 logits beside the model's own where penalties ask for them.
     logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY

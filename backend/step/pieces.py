@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from backend.config import EngineConfig
 from backend.models import Model, Passing, Wanted
 from kernels import ops
 
@@ -24,7 +25,7 @@ WORTH = 8
 """A forward is captured unless the device takes more than so many times as long for it as Python to launch it kernel by kernel where nothing
 else runs: beside a server's other threads that takes three times as long."""
 MAX_CAPTURED_ROWS = 8192
-"""For more a device takes longer than Python to launch them, whatever the model."""
+"""Each takes memory, and each number of them time to capture; which of them are worth it is timed."""
 FEW, FINE, COARSE = 1024, 64, 256
 """Numbers of rows that forwards are captured for go in fine steps up to so many, and in coarse ones from there."""
 TILE = 128
@@ -33,6 +34,11 @@ WORDS = {1: "|u1", 2: "<i2", 4: "<i4"}
 """By bytes, as `__cuda_array_interface__` names them."""
 
 Result = TypeVar("Result")
+
+
+def most_captured_rows(config: EngineConfig) -> int:
+    """Of a step on a GPU: prompts, and the drafts beside them."""
+    return min(config.max_step_rows_on("cuda"), MAX_CAPTURED_ROWS)
 
 
 def row_counts(most: int) -> list[int]:

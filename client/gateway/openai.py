@@ -313,8 +313,8 @@ class ChatRequest(Templated, GenerateRequest):
     def parameters(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
-        if self.messages is not None and self.variables:
-            values["chat_template_kwargs"] = self.variables
+        if self.messages is not None and (variables := self.variables):
+            values["chat_template_kwargs"] = variables
         if self.truncation == "auto":
             values["truncation"] = self.truncation
         if self.tools:
