@@ -21,6 +21,7 @@ from backend.config import EngineConfig
 from backend.drafters import step_drafter_identity
 from backend.errors import ConfigError
 from backend.model_files import fingerprint
+from backend.token_map import token_map_digest
 from backend.version import VERSION
 
 MEET_SECONDS, LOAD_SECONDS, EXCHANGE_SECONDS = 120.0, 3600.0, 30.0
@@ -28,7 +29,7 @@ MEET_SECONDS, LOAD_SECONDS, EXCHANGE_SECONDS = 120.0, 3600.0, 30.0
 STOP_SECONDS = 10.0
 OWN_KEYS = ("model", "device", "num_threads", "single_thread_tokens", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
 """Of the configuration: what may differ from host to host. Of the memory the least counts."""
-OWN_SPECULATIVE_KEYS = ("model", "suffix_decoding_cache_path", "suffix_decoding_corpus")
+OWN_SPECULATIVE_KEYS = ("model", "draft_token_map", "suffix_decoding_cache_path", "suffix_decoding_corpus")
 
 
 def device_of_rank(config: EngineConfig, rank: int) -> str:
@@ -73,6 +74,7 @@ def describe_self(config: EngineConfig, rank: int) -> Hello:
         "version": f"Foretoken {VERSION}, torch {torch.__version__}, numpy {np.__version__}, tokenizers {metadata.version('tokenizers')}",
         "checkpoint": fingerprint(config.model),
         "drafter": step_drafter_identity(config),
+        "draft_token_map": token_map_digest(config.speculative_config.draft_token_map),
     }
     parallel = {key: value for key, value in own.pop("parallel_config").items() if key not in ("node_rank", "master")}
     speculative = {key: value for key, value in own.pop("speculative_config").items() if key not in OWN_SPECULATIVE_KEYS}

@@ -57,7 +57,8 @@ SUFFIX_KEYS = tuple(
 KEY_METHODS = {
     **dict.fromkeys(("max_ngram_size", "min_ngram_size"), ("ngram",)),
     **dict.fromkeys(SUFFIX_KEYS, ("suffix",)),
-    **dict.fromkeys(("model", "num_model_steps", "mtp_strategy", "draft_sampling", "quantization", "draft_tensor_parallel_size"), MODEL_METHODS),
+    **dict.fromkeys(("model", "num_model_steps", "mtp_strategy", "draft_sampling", "draft_token_map", "quantization"), MODEL_METHODS),
+    "draft_tensor_parallel_size": MODEL_METHODS,
     "placement": ("mtp",),
     "parallel_drafting": ("draft_model", "eagle3"),
     "min_draft_confidence": ("dspark",),
@@ -128,6 +129,9 @@ class SpeculativeConfig(Section):
     """draft_model (PARD) and eagle3 (P-EAGLE): all drafts at once, from mask tokens. Default: where the drafter was made for it."""
     draft_vocabulary: str = "same"
     """draft_model: same (as the target's, nearly), or shared: its tokenizer is another one, and it drafts the tokens that both have."""
+    draft_token_map: str | None = None
+    """Model drafters: file of the target's token ids that they may draft, so that heads score these alone (FR-Spec, Zhao et al. 2025): a list in
+    JSON, as `foretoken token-map` writes it, or of torch.save (.pt). Default: all tokens."""
     min_draft_confidence: float = 0.0
     """dspark: drafts end before the first one whose chance to stand the drafter's confidence head puts below this, 0 to 1."""
     mtp_strategy: str = "default"
@@ -209,7 +213,7 @@ class SpeculativeConfig(Section):
         head = self.rounding.head_quant_type
         require(head is None, "quantization.head_quant_type", head, "left out: the drafter's head is the target's")
         put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
-        for key in ("model", "suffix_decoding_cache_path"):
+        for key in ("model", "draft_token_map", "suffix_decoding_cache_path"):
             require(getattr(self, key) != "", key, "", "a path")
         require("" not in self.suffix_decoding_corpus, "suffix_decoding_corpus", "", "paths")
         self._check_model_methods()

@@ -24,6 +24,7 @@ ALIASES = {
     "draft_sample_method": "draft_sampling",
     "speculative_algorithm": "method",
     "speculative_draft_model_path": "model",
+    "speculative_token_map": "draft_token_map",
     "speculative_num_steps": "num_speculative_tokens",
     "speculative_token_tree": "tree_paths",
     "medusa_choices": "tree_paths",

@@ -136,6 +136,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash", "num_speculative_tokens": 7},
     "dspark": {"method": "dspark", "num_speculative_tokens": 7},
 }
+OWN_TOKENS = ("eagle3",)
+"""Drafters that bring tokens of their own."""
 DRAFT_VOCABULARY = 32000
 """Of EAGLE-3 heads, as published ones have it."""
 
@@ -167,6 +169,15 @@ def write_drafter(method: str, target: Path) -> Path | None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(drafters[name]))
     return folder
+
+
+def write_token_map(drafter: Path | None, target: Path, count: int | None) -> dict[str, str]:
+    """The option that has a drafter score so many of the target's tokens."""
+    if drafter is None or count is None:
+        return {}
+    vocab_size, path = json.loads((target / "config.json").read_text())["vocab_size"], target.parent / "tokens.json"
+    path.write_text(json.dumps([number * vocab_size // count for number in range(count)]))
+    return {"draft_token_map": str(path)}
 
 
 def write_target(shape: str, folder: Path, **values: Any) -> Path:
@@ -419,6 +430,7 @@ def main() -> None:
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts are spread over the ranks")
     parser.add_argument("--quantization", help="of the target's weights")
     parser.add_argument("--draft-quantization", help="of the drafter's weights")
+    parser.add_argument("--draft-tokens", type=int, metavar="N", help="of the target's that drafters score (draft_token_map)")
     parser.add_argument("--group", type=int, default=schemes.GROUP, help="inputs that share a scale in wint4 and w4a8: 128 as most checkpoints have")
     parser.add_argument("--experts", action="store_true", help="counts the experts that steps take, in a run of its own, and says what is to be read")
     parser.add_argument("--alike", action="store_true", help="all requests of a batch have the same prompt, and so take the same experts")
@@ -453,6 +465,7 @@ def main() -> None:
                 "accept_policy": "simulated",
                 "simulated_acceptance_rate": arguments.acceptance,
                 **({"quantization": arguments.draft_quantization} if drafter is not None and arguments.draft_quantization else {}),
+                **write_token_map(drafter, target, arguments.draft_tokens if method not in OWN_TOKENS else None),
             }
             length = arguments.prompt + arguments.outputs + 32
             options = {

@@ -26,7 +26,7 @@ from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
 from deploy.gpu import check_gpu
-from deploy.named_files import check_own_files, check_password, find_corpus
+from deploy.named_files import check_own_files, check_password, find_corpus, find_token_map
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
@@ -195,6 +195,10 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
         check_ascii("speculative_config.suffix_decoding_cache_path", Path(config.suffix_decoding_cache_path), "name another")
     if config.suffix_decoding_corpus:
         speculative["suffix_decoding_corpus"] = find_corpus(config.suffix_decoding_corpus)
+    if config.draft_token_map is not None:
+        speculative["draft_token_map"] = find_token_map(config.draft_token_map, model_checks.read_model_config(model)["vocab_size"])
+        if "mtp_drafter" in parameters:
+            parameters["mtp_drafter"]["draft_token_map"] = speculative["draft_token_map"]
     if speculative:
         decode["speculative_config"] = speculative
     return parameters

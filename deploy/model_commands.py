@@ -1,4 +1,4 @@
-"""`foretoken inspect`, and `foretoken quantize` and `foretoken convert`: model folders of others."""
+"""`foretoken inspect`, `foretoken quantize`, `foretoken convert` and `foretoken token-map`: model folders of others."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="of keys and values: model, fp8, or auto: as the checkpoint says")
     parser.add_argument("--target", metavar="MODEL", help="a model's folder: whether the first is a drafter for it, and of which method")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_token_map_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="folder of the model that is served, the drafter's target")
+    files = 'text files, folders of them, *.jsonl ("text" or "messages"), *.u16, *.u32'
+    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="PATH", help=files)
+    parser.add_argument("--size", type=int, required=True, metavar="N", help="tokens to choose: a quarter of the vocabulary, say")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="new file: a list of ids in JSON")
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -77,6 +85,31 @@ def convert(args: argparse.Namespace) -> int:
     from backend.models.gguf_folder import write_folder
 
     return _write("convert", args.out, lambda: write_folder(Path(args.file).expanduser(), Path(args.out).expanduser(), args.dtype))
+
+
+def write_token_map(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    import numpy as np
+
+    from backend.model_checks import check_model
+    from training.data import Reader, choose_draft_ids
+
+    try:
+        spec = check_model(args.model)
+        if not 1 <= args.size <= spec.vocab_size:
+            raise ConfigError(f"--size must be from 1 to {spec.vocab_size}, the model's vocabulary, got {args.size}")
+        if args.out.exists():
+            raise ConfigError(f"--out {args.out} exists already: name another file")
+        documents = Reader(Path(args.model)).read(args.data, "--data")
+        always = [token_id for token_id in spec.eos_token_ids if token_id < spec.vocab_size]  # texts have few of them, and each answer one
+        chosen = choose_draft_ids(documents, spec.vocab_size, args.size, always)
+        args.out.write_text(json.dumps(chosen.tolist()) + "\n")
+    except (ConfigError, ModelError, ValueError, OSError) as error:
+        print(f"foretoken token-map: {error}", file=sys.stderr)
+        return 2
+    count, found = sum(map(len, documents)), sum(int(np.isin(ids, chosen).sum()) for ids in documents)
+    print(f"{args.out}: {len(chosen)} of {spec.vocab_size} tokens, {found / max(1, count):.2%} of the {count} in the texts")
+    return 0
 
 
 def _write(name: str, out: str, write: Callable[[], None]) -> int:

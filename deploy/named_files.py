@@ -8,6 +8,7 @@ from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, ModelError
 from backend.model_files import check_regular, settle_path
 from backend.model_sources import MOVED, check_ascii
+from backend.token_map import KEY, PICKLED, read_token_map
 from deploy.options import ServeConfig
 
 
@@ -43,6 +44,19 @@ def find_corpus(paths: tuple[str, ...]) -> list[str]:
         except ModelError as error:
             raise ModelError(f"speculative_config.suffix_decoding_corpus: {error}") from None
     return [str(path) for path in found]
+
+
+def find_token_map(path: str, vocab_size: int) -> str:
+    """The file of `draft_token_map`, by its absolute path. Raises ConfigError, ModelError."""
+    found = settle_path(Path(path))
+    try:
+        check_ascii("file", found, MOVED)
+        check_regular(found)
+    except ModelError as error:
+        raise ModelError(f"{KEY}: {error}") from None
+    if found.suffix.lower() not in PICKLED:  # which take torch to read
+        read_token_map(found, vocab_size)
+    return str(found)
 
 
 def _explain(error: Exception) -> str:

@@ -211,11 +211,6 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "names without the interface": ("vllm serve ${MODEL_TAG} --served-model-name dsv3", "served_model_name is an option of OpenAI's interface"),
     "no model": ("vllm serve ''", "the model's name is empty"),
     "a key on the command line": ("vllm serve ${MODEL_TAG} --port 8000 --api-key abc", "--api-keys FILE"),
-    "vocabularies of drafters": (
-        SGLANG + "--speculative-algorithm EAGLE --speculative-draft-model-path ${DRAFT_MODEL_TAG} "
-        "--speculative-token-map thunlp/FR-Spec/freq_32768.pt",
-        "speculative_token_map 'thunlp/FR-Spec/freq_32768.pt' is not an option here: a drafter scores the tokens that its own weights name",
-    ),
     "attention apart": (SGLANG + "--tp 8 --dp 8 --enable-dp-attention", "enable_dp_attention True is not an option here: attention is split"),
     "another way to accept": (
         "vllm serve ${MODEL_TAG} --spec-decoding-acceptance-method typical_acceptance_sampler",
@@ -502,6 +497,14 @@ NAMED_FILES = {
         ['--speculative-config={{"method": "suffix", "suffix_decoding_corpus": ["{path}"]}}'],
         "suffix_decoding_corpus: {path} is missing",
     ),
+    "draft_token_map": (
+        ['--speculative-config={{"method": "mtp", "draft_token_map": "{path}"}}'],
+        "draft_token_map: {path} is missing",
+    ),
+    "no list": (
+        ['--speculative-config={{"method": "mtp", "draft_token_map": "{empty}"}}'],
+        "draft_token_map: {empty} cannot be read",
+    ),
 }
 
 
@@ -560,6 +563,7 @@ def test_tables_say_something_of_each() -> None:
         ({"method": "mtp", "acceptance_method": None, "posterior_threshold": None}, {"verify_strategy": "target_match"}),
         ({"method": "dspark", "model": "DIR", "enable_adaptive_verification": False}, {"adaptive": False}),
         ({"method": "draft_model", "model": "DIR", "use_heterogeneous_vocab": True}, {"draft_vocabulary": "shared"}),
+        ({"method": "eagle", "model": "DIR", "speculative_token_map": "freq_32768.pt"}, {"draft_token_map": "freq_32768.pt"}),
         ({"method": "arctic", "model": "DIR", "num_speculative_tokens": 3, "enable_suffix_decoding": True},
          {"method": "mlp_speculator", "mtp_strategy": "with_suffix", "num_speculative_tokens": 3, "num_model_steps": 3}),
         ({"enable_suffix_decoding": True, "suffix_cache_max_requests": 9, "suffix_max_spec_offset": 0.0},

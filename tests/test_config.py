@@ -335,6 +335,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "mtp_strategy": (["ngram", "with_mtp", "", None, 5], "default, with_ngram, with_suffix"),
     "parallel_drafting": (["true", "", 0, 1, "auto"], "bool"),
     "draft_vocabulary": (["other", "", None, 5], "same, shared"),
+    "draft_token_map": (["", 5, True, ["x"]], "a path"),
     "min_draft_confidence": ([-0.1, 1.1, "0.5", True, None], "from 0 to 1"),
     "placement": (["triton", "", None, 5], "auto, in_process, bls"),
     "tree_nodes": ([0, -1, 64, "8", True], "from 1 to 63"),
@@ -368,6 +369,7 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "mtp_strategy": ["default", "with_ngram", "with_suffix"],
     "parallel_drafting": [None, True, False],
     "draft_vocabulary": ["same", "shared"],
+    "draft_token_map": [None, "/models/tokens.json"],
     "min_draft_confidence": [0.0, 0.5, 1],
     "placement": ["auto", "in_process", "bls"],
     "tree_nodes": [None, 1, 63],
@@ -419,7 +421,7 @@ def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
         others["tree_nodes"] = 8
     config = SpeculativeConfig.from_dict({**others, key: list(value) if isinstance(value, tuple) else value})
     assert getattr(config, key) == (1 if key == "num_speculative_tokens" and value is None else value)
-    if isinstance(value, str) and key not in ("model", "suffix_decoding_cache_path"):
+    if isinstance(value, str) and key not in ("model", "draft_token_map", "suffix_decoding_cache_path"):
         assert getattr(SpeculativeConfig.from_dict({**others, key: value.upper()}), key) == value, "in any case"
 
 

@@ -165,6 +165,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "backend.model_checks",
         "backend.model_sources",
         "backend.sampling_defaults",
+        "backend.token_map",
         "backend.version",
         "kernels.toolchain",
         "backend.drafter_checks",
@@ -174,6 +175,7 @@ def test_deploy_imports_configuration_at_most() -> None:
     bad = [i for i in bad if (i.file, i.module) != ("deploy/named_files.py", "client.gateway.keys")]  # which imports nothing of its package
     bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "training.command")]  # `foretoken train` is that program
     writers = ("backend.models.writing", "backend.models.gguf_folder", "backend.models.inspection")  # `foretoken quantize` and others, the same
+    writers += ("training.data",)  # `foretoken token-map` reads texts
     bad = [i for i in bad if i.file != "deploy/model_commands.py" or i.module not in writers]
     bad = [i for i in bad if i.module != "training.heldout"]  # where load tests take their prompts from: names of files
     none_of(bad, "the launcher starts without torch and without the engine")
@@ -249,7 +251,7 @@ LEVELS = (
         "sampling_defaults",
         "trees",
     ),
-    ("vocabularies", "special_tokens", "shared_tokens", "budget"),
+    ("vocabularies", "special_tokens", "shared_tokens", "token_map", "budget"),
     (
         "pages",
         "precedence",

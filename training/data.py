@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,8 @@ def choose_mask_token(ids: np.ndarray, vocab_size: int) -> int:
     return vocab_size - 1 - int(np.argmin(counts[::-1]))
 
 
-def choose_draft_ids(documents: Sequence[np.ndarray], vocab_size: int, count: int) -> np.ndarray:
-    """The `count` most frequent token ids, ascending; ids that do not occur fill up."""
+def choose_draft_ids(documents: Sequence[np.ndarray], vocab_size: int, count: int, always: Collection[int] = ()) -> np.ndarray:
+    """The `count` most frequent token ids, ascending, `always` among them; ids that do not occur fill up."""
     counts = np.bincount(np.concatenate(documents), minlength=vocab_size)
+    counts[list(always)] = np.iinfo(counts.dtype).max
     return np.sort(np.argsort(-counts, kind="stable")[:count])

@@ -32,7 +32,8 @@ from backend.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
-OWN_KEYS = ("target", "quantization", "target_quantization", "num_model_steps")
+SPECULATIVE_KEYS = ("quantization", "draft_token_map")
+OWN_KEYS = ("target", "target_quantization", "num_model_steps", *SPECULATIVE_KEYS)
 ENGINE_KEYS = ("dtype", "device", "num_threads", "single_thread_tokens", "kv_cache_memory")
 
 
@@ -53,14 +54,15 @@ class TritonPythonModel:
         engine = EngineConfig.from_dict(options, f"{args['model_name']}: ")
         steps = values.get("num_model_steps", 1)
         config = SpeculativeConfig.from_dict(
-            {"method": "mtp", "num_speculative_tokens": steps, "num_model_steps": steps, "quantization": values.get("quantization")},
+            {"method": "mtp", "num_speculative_tokens": steps, "num_model_steps": steps, **{k: values[k] for k in SPECULATIVE_KEYS if k in values}},
             f"{args['model_name']}: ",
         )
         device = pick_device(engine)
         dtype = pick_dtype(engine, device)
         # The server may call from another thread: a pool of this one would stall that one's (see Worker).
         with cpu_threads(1):
-            self._target = load_model(target, dtype, device, Ranks(), only_head=True, quantization=engine.rounding)
+            rounding, token_map = engine.rounding, config.draft_token_map
+            self._target = load_model(target, dtype, device, Ranks(), only_head=True, quantization=rounding, draft_token_map=token_map)
             model = Mtp(resolve_model(values, args), self._target, dtype, device, config.rounding)
         threads, steps = threads_for(engine), config.num_model_steps or 1
 

@@ -10,13 +10,13 @@ from tqdm import tqdm
 from backend.kv_store import CacheSpec
 from backend.models.cache_scales import Scales, read_cache_scales
 from backend.models.decoder_layer import DecoderLayer
+from backend.models.head import Head
 from backend.models.layers import ATTENTION, Wanted, Weights, own_heads
 from backend.models.loader import Checkpoint
 from backend.models.parts import Attention
 from backend.models.rope import Angles, RopeTables
-from backend.models.spec import DecoderSpec, Projection
+from backend.models.spec import DecoderSpec
 from backend.parallel.ranks import Ranks
-from backend.quantization import count_written, make_linear, quantize
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
@@ -47,9 +47,12 @@ class Decoder:
         is_expert_parallel: bool = False,
         quantization: QuantizationConfig | None = None,
         reads_cache_scales: bool = False,
+        draft_ids: torch.Tensor | None = None,
+        only_drafts: bool = False,
     ) -> None:
         """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run;
-        quantization: how plain weights are rounded; reads_cache_scales: those of keys and values, which are to be kept in e4m3."""
+        quantization: how plain weights are rounded; reads_cache_scales: those of keys and values, which are to be kept in e4m3;
+        draft_ids [N] int64: tokens that `draft_scores` scores; only_drafts: nothing else is to be scored."""
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.context_len = context_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
@@ -60,7 +63,6 @@ class Decoder:
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
-        self._logit_soft_cap = spec.logit_soft_cap
         weights = Weights(checkpoint, dtype, device, ranks, quantization, is_expert_parallel=is_expert_parallel)
         self.embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
         self.layers: list[DecoderLayer] = []
@@ -74,14 +76,11 @@ class Decoder:
         if reads_cache_scales:
             self.stored_scales = read_cache_scales(spec, weights)
         self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
-        if spec.is_tied:
-            rows, name = ranks.vocabulary(self.vocab_size), f"{spec.head}.bias"
-            bias = weights.whole(name, (self.vocab_size,))[rows] if name in checkpoint else None
-            scheme = weights.quantization.head_quant_type
-            self.head = make_linear(self.embedding[rows] if scheme is None else quantize(self.embedding, scheme).rows(rows), bias)
-        else:
-            self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)], is_head=True)
-        self.num_written_weights = max(weights.most_written, count_written(self.head))
+        self._head = self._draft_head = Head(spec, weights, self.embedding, draft_ids if only_drafts else None)
+        self.draft_ids = None if draft_ids is None else draft_ids.to(device)
+        if draft_ids is not None and not only_drafts:
+            self._draft_head = Head(spec, weights, self.embedding, draft_ids)
+        self.num_written_weights = max(weights.most_written, self._head.num_written_weights, self._draft_head.num_written_weights)
 
     @property
     def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
@@ -166,5 +165,7 @@ class Decoder:
         return x if self._embedding_scale is None else x.mul_(self._embedding_scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.ranks.gather_vocabulary(self.head(hidden), self.vocab_size)
-        return logits if self._logit_soft_cap is None else ops.soft_cap(logits, self._logit_soft_cap)
+        return self._head.logits(hidden)
+
+    def draft_scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._draft_head.logits(hidden)

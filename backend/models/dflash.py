@@ -16,7 +16,7 @@ from backend.drafter_checks import read_dflash_spec
 from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer
 from backend.models.dflash_spec import MAP, MarkovSpec
-from backend.models.drafter_weights import has_other_order, load_embedding, load_target_ids, scatter_logits
+from backend.models.drafter_weights import load_embedding, load_head, scatter_logits
 from backend.models.layers import Weights, own_heads
 from backend.models.loading import Model, open_drafter
 from backend.models.parts import Attention
@@ -33,11 +33,14 @@ MASK_FILE = "mask_embedding.pt"
 class MarkovHead:
     """DSpark's: scores of the draft vocabulary that the token before adds. Over a block it may go on from a state of its own."""
 
-    def __init__(self, spec: MarkovSpec, hidden_size: int, vocab_sizes: tuple[int, int], weights: Weights) -> None:
-        """vocab_sizes: of the target and of the drafter."""
+    def __init__(
+        self, spec: MarkovSpec, hidden_size: int, vocab_sizes: tuple[int, int], weights: Weights, draft_ids: torch.Tensor | None = None
+    ) -> None:
+        """vocab_sizes: of the target and of the drafter; draft_ids: of the latter's tokens those that are scored."""
         self._kind, self._rank = spec.kind, spec.rank
         self._embedding = weights.whole("markov_head.markov_w1.weight", (vocab_sizes[0], spec.rank))
-        self._scores = make_linear(weights.whole("markov_head.markov_w2.weight", (vocab_sizes[1], spec.rank)))
+        scores = weights.whole("markov_head.markov_w2.weight", (vocab_sizes[1], spec.rank))
+        self._scores = make_linear(scores if draft_ids is None else scores[draft_ids])
         self._mixer = None if spec.kind == "vanilla" else weights.split_rows([spec.mixer(hidden_size)])
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -91,14 +94,10 @@ class Dflash:
             self._target, self._fc = target, weights.split_rows([spec.fc])
             self._hidden_norm, self._norm = (weights.norm(name, spec.hidden_size) for name in (spec.hidden_norm, spec.norm))
             self._embedding = load_embedding(spec.embedding, spec.hidden_size, checkpoint, target, weights)
-            self._head, name = None, f"{spec.head}.weight"
-            if name in checkpoint or spec.draft_vocab_size < spec.vocab_size or spec.hidden_size != target.hidden_size:
-                self._head = make_linear(weights.whole(name, (spec.draft_vocab_size, spec.hidden_size)))
-            self._target_ids = None
-            if spec.draft_vocab_size < spec.vocab_size or (self._head is not None and has_other_order(MAP, spec.draft_vocab_size, checkpoint)):
-                self._target_ids = load_target_ids(MAP, spec.draft_vocab_size, checkpoint, target).to(device)
+            head, self._target_ids = load_head(spec.head, MAP, spec.draft_vocab_size, spec.hidden_size, checkpoint, target, weights)
+            self._head = None if head is None else make_linear(head)
             vocab_sizes = (spec.vocab_size, spec.draft_vocab_size)
-            self.markov = None if spec.markov is None else MarkovHead(spec.markov, spec.hidden_size, vocab_sizes, weights)
+            self.markov = None if spec.markov is None else MarkovHead(spec.markov, spec.hidden_size, vocab_sizes, weights, target.draft_ids)
             self._confidence: tuple[torch.Tensor, torch.Tensor] | None = None
             if spec.confidence is not None:
                 found = (("weight", (1, spec.confidence)), ("bias", (1,)))
@@ -135,7 +134,7 @@ class Dflash:
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, draft vocabulary]"""
-        scores = self._target.logits(states) if self._head is None else self._head(states)
+        scores = self._target.draft_scores(states) if self._head is None else self._head(states)
         return scores if self.spec.logit_scale == 1.0 else scores * self.spec.logit_scale
 
     def spread(self, scores: torch.Tensor) -> torch.Tensor:

@@ -60,24 +60,18 @@ class DraftModel:
             check_gpu(spec, dtype)
         if (own := spec.max_model_len) < context_len:
             logger.warning("%s: max_position_embeddings is %d; contexts of %d are served: drafts past it may be worse", spec.where, own, context_len)
+        self._vocab_size, self._own_of, self._target_ids, own_ids = target.vocab_size, None, None, None
+        if has_other_tokens or target.draft_ids is not None:
+            chosen = _choose_tokens(directory, target_directory, spec.vocab_size, target, has_other_tokens=has_other_tokens)
+            own_ids, self._target_ids = chosen[0], chosen[1].to(device)
+            self._own_of = None if chosen[2] is None else chosen[2].to(device)
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
-            self._model = Decoder(spec, checkpoint, dtype, device, ranks, context_len, quantization=quantization)
+            arguments = (spec, checkpoint, dtype, device, ranks, context_len)
+            self._model = Decoder(*arguments, quantization=quantization, draft_ids=own_ids, only_drafts=True)
         (cache,) = self._model.cache_specs(dtype)
         self.hidden_size, self.heads = self._model.hidden_size, self._model.heads
         self.token_shape, self.num_planes = cache.shape, cache.num_planes
-        self._vocab_size = target.vocab_size
         self.mask_token_id = None if has_other_tokens else read_parallel(directory, is_parallel)
-        self._shared = self._load_shared(directory, target_directory, device) if has_other_tokens else None
-
-    def _load_shared(self, directory: str | Path, target_directory: str | Path, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """By the target's token id the own one [V], and of shared tokens the own ids and the target's."""
-        pairs, unknown = read_shared_tokens(directory, target_directory)
-        pairs = [(own, other) for own, other in pairs if own < self._model.vocab_size and other < self._vocab_size]
-        if not pairs:
-            raise ModelError(f"{directory}: of the tokens that both tokenizers have, none has a place in both models' vocabularies")
-        own_ids, target_ids = torch.tensor(pairs, device=device).view(-1, 2).T.contiguous()
-        own_of = torch.full((self._vocab_size,), min(unknown, self._model.vocab_size - 1), device=device)
-        return own_of.index_copy_(0, target_ids, own_ids), own_ids, target_ids
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         raise AssertionError("a draft model looks at no state of the target")
@@ -93,8 +87,8 @@ class DraftModel:
         plan: ops.Plan,
     ) -> torch.Tensor:
         """States [T, hidden] after its final norm."""
-        if self._shared is not None:
-            token_ids = self._shared[0][token_ids]
+        if self._own_of is not None:
+            token_ids = self._own_of[token_ids]
         elif self._model.vocab_size < self._vocab_size:  # tokens that it does not know are read as its last one
             token_ids = token_ids.clamp(max=self._model.vocab_size - 1)
         count = len(cache) // self._model.num_layers
@@ -102,11 +96,35 @@ class DraftModel:
         return self._model.forward(token_ids, positions, slots, planes, plan)
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        logits = self._model.logits(states)
-        if self._shared is not None:
-            _, own_ids, target_ids = self._shared
-            return scatter_logits(logits[:, own_ids], target_ids, self._vocab_size)
+        logits = self._model.draft_scores(states)
+        if self._target_ids is not None:
+            return scatter_logits(logits, self._target_ids, self._vocab_size)
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:, : self._vocab_size].contiguous()
+
+
+def _choose_tokens(
+    directory: str | Path, target_directory: str | Path, vocab_size: int, target: Model, *, has_other_tokens: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Own ids and the target's [N] of the tokens that are drafted, and by the target's ids [V] the own ones where its tokens are others. On the host.
+
+    vocab_size: the draft model's.
+    """
+    own_of = None
+    if has_other_tokens:
+        pairs, unknown = read_shared_tokens(directory, target_directory)
+        pairs = [(own, other) for own, other in pairs if own < vocab_size and other < target.vocab_size]
+        if not pairs:
+            raise ModelError(f"{directory}: of the tokens that both tokenizers have, none has a place in both models' vocabularies")
+        own_ids, target_ids = torch.tensor(pairs).view(-1, 2).T.contiguous()
+        own_of = torch.full((target.vocab_size,), min(unknown, vocab_size - 1)).index_copy_(0, target_ids, own_ids)
+    else:
+        own_ids = target_ids = torch.arange(min(vocab_size, target.vocab_size))
+    if target.draft_ids is not None:
+        is_kept = torch.isin(target_ids, target.draft_ids.cpu())
+        own_ids, target_ids = own_ids[is_kept], target_ids[is_kept]
+        if not len(own_ids):
+            raise ModelError(f"{directory}: it has none of the {len(target.draft_ids)} tokens of draft_token_map")
+    return own_ids, target_ids, own_of

@@ -1,4 +1,4 @@
-"""What drafters share with their target or map to it: embeddings, and a vocabulary of its more frequent tokens alone."""
+"""What drafters share with their target or map to it: embeddings, heads, and a vocabulary of its more frequent tokens alone."""
 
 from __future__ import annotations
 
@@ -42,6 +42,28 @@ def load_target_ids(name: str, count: int, checkpoint: Checkpoint, target: Model
             f"the target has ids 0 to {most - 1}, and each may come once: {name} holds offsets from the drafter's ids"
         )
     return ids
+
+
+def load_head(
+    name: str, map_name: str, count: int, hidden_size: int, checkpoint: Checkpoint, target: Model, weights: Weights, *, can_have_own: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A drafter's own head [N, hidden], None: it is the target's; and the target's ids [N] of what it scores, None: all tokens in their order.
+
+    name: without `.weight`; map_name: of the ids' offsets where the drafter has `count` tokens of the target's alone, or in an order of its own.
+    """
+    head = None
+    if can_have_own and (f"{name}.weight" in checkpoint or count < target.vocab_size or hidden_size != target.hidden_size):
+        head = weights.whole(f"{name}.weight", (count, hidden_size))
+    if count < target.vocab_size or (head is not None and has_other_order(map_name, count, checkpoint)):
+        refuse_token_map(target, f"{checkpoint.directory}: {map_name} names the tokens that the drafter scores")
+        return head, load_target_ids(map_name, count, checkpoint, target).to(weights.device)
+    return head if head is None or target.draft_ids is None else head[target.draft_ids], target.draft_ids
+
+
+def refuse_token_map(target: Model, why: str) -> None:
+    """Raises ModelError where tokens to draft are named beside a drafter that has some of its own."""
+    if target.draft_ids is not None:
+        raise ModelError(f"{why}: leave draft_token_map out of speculative_config (it names {len(target.draft_ids)})")
 
 
 def scatter_logits(logits: torch.Tensor, target_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:

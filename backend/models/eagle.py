@@ -14,7 +14,7 @@ import torch
 
 from backend.drafter_checks import read_eagle_spec
 from backend.models.decoder_layer import DecoderLayer
-from backend.models.drafter_weights import has_other_order, load_embedding, load_target_ids, load_vector, scatter_logits
+from backend.models.drafter_weights import load_embedding, load_head, load_vector, scatter_logits
 from backend.models.eagle_spec import MAP, EagleSpec, choose_parallel
 from backend.models.layers import Weights, own_heads
 from backend.models.loader import Checkpoint
@@ -76,12 +76,9 @@ class Eagle:
         # Of EAGLE it is the target's, whatever the folder has.
         has_own = spec.tapped_layers or spec.hidden_size != target.hidden_size
         self._embedding = load_embedding(spec.embedding, spec.hidden_size, checkpoint, target, weights) if has_own else None
-        self._head, name = None, f"{spec.head}.weight"
-        if spec.tapped_layers and (name in checkpoint or spec.draft_vocab_size < target.vocab_size or spec.hidden_size != target.hidden_size):
-            self._head = make_linear(weights.whole(name, (spec.draft_vocab_size, spec.hidden_size)))
-        self._target_ids = None
-        if spec.draft_vocab_size < target.vocab_size or (self._head is not None and has_other_order(MAP, spec.draft_vocab_size, checkpoint)):
-            self._target_ids = load_target_ids(MAP, spec.draft_vocab_size, checkpoint, target).to(weights.device)
+        sizes = (spec.draft_vocab_size, spec.hidden_size)
+        head, self._target_ids = load_head(spec.head, MAP, *sizes, checkpoint, target, weights, can_have_own=bool(spec.tapped_layers))
+        self._head = None if head is None else make_linear(head)
         self.mask_token_id, self.mask_state = None, None
         if choose_parallel(spec, checkpoint.names, is_parallel):
             assert spec.mask_token_id is not None and spec.mask_hidden is not None
@@ -133,7 +130,7 @@ class Eagle:
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         x = states if self._spec.is_norm_recycled else self._normalize(states)
-        logits = self._target.logits(x) if self._head is None else self._head(x)
+        logits = self._target.draft_scores(x) if self._head is None else self._head(x)
         if self._spec.logit_scale != 1.0:
             logits = logits * self._spec.logit_scale
         return scatter_logits(logits, self._target_ids, self._target.vocab_size)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from backend.drafter_checks import read_heads_spec
 from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer
+from backend.models.drafter_weights import refuse_token_map, scatter_logits
 from backend.models.heads_spec import Block, HeadsSpec, LstmSpec, SpeculatorSpec
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
@@ -85,10 +86,11 @@ class ResidualHeads:
         self.tapped_layers: tuple[int, ...] = () if spec.tapped_layer is None else (spec.tapped_layer,)
         self._blocks = [[self._make_block(block, weights) for block in head.blocks] for head in spec.heads]
         scores = {head.scores: None for head in spec.heads}  # some have one for all
-        made = {own: make_linear(*_read(own.name, own.out_features, own.in_features, checkpoint, weights)) for own in scores}
+        made = {own: _make_scores(own.name, own.out_features, own.in_features, weights, None if spec.map else target.draft_ids) for own in scores}
         self._scores = [made[head.scores] for head in spec.heads]
-        self._token_map = None
+        self._token_map = target.draft_ids
         if spec.map is not None:
+            refuse_token_map(target, f"{checkpoint.directory}: {spec.map} names the tokens that the heads score")
             count = spec.heads[0].scores.out_features
             ids = checkpoint.get_ids(spec.map, count)
             low, high, num_double = int(ids.min()), int(ids.max()), count - len(ids.unique())
@@ -119,10 +121,7 @@ class ResidualHeads:
         for linear, shortcut in self._blocks[step]:
             y = F.silu(linear(x))
             x = y + (x if shortcut is None else shortcut(x))
-        logits = self._scores[step](x)
-        if self._token_map is None:
-            return logits
-        return logits.new_full((len(x), self._target.vocab_size), float("-inf")).index_copy_(1, self._token_map, logits)
+        return scatter_logits(self._scores[step](x), self._token_map, self._target.vocab_size)
 
 
 class MlpSpeculator:
@@ -131,7 +130,7 @@ class MlpSpeculator:
     prefix = None
 
     def __init__(self, spec: SpeculatorSpec, checkpoint: Checkpoint, target: Model, weights: Weights) -> None:
-        self._spec = spec
+        self._spec, self._target = spec, target
         self.num_heads, self.tap_width = len(spec.embeddings), spec.hidden_size
         self.tapped_layers: tuple[int, ...] = ()
         shape, inner = (spec.vocab_size, spec.inner), spec.inner
@@ -140,7 +139,7 @@ class MlpSpeculator:
         embeddings = {name: weights.whole(f"{name}.weight", shape) for name in dict.fromkeys(spec.embeddings)}
         projections = {name: weights.linear(name, inner, width) for name, width in widths.items()}
         norms = {name: [weights.whole(f"{name}.{part}", (inner,)) for part in ("weight", "bias")] for name in dict.fromkeys(spec.norms)}
-        scores = {name: make_linear(weights.whole(f"{name}.weight", shape)) for name in dict.fromkeys(spec.scores)}
+        scores = {name: _make_scores(name, *shape, weights, target.draft_ids) for name in dict.fromkeys(spec.scores)}
         self._embeddings = [embeddings[name] for name in spec.embeddings]
         self._projections = [projections[name] for name in spec.projections]
         self._norms = [norms[name] for name in spec.norms]
@@ -160,7 +159,7 @@ class MlpSpeculator:
         return [_activate(x, self._norms[step])]
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
-        return self._scores[step](states[0])
+        return scatter_logits(self._scores[step](states[0]), self._target.draft_ids, self._target.vocab_size)
 
 
 def _check_copies(spec: SpeculatorSpec, checkpoint: Checkpoint) -> None:
@@ -178,15 +177,15 @@ class LstmSpeculator:
 
     prefix = None
 
-    def __init__(self, spec: LstmSpec, weights: Weights) -> None:
-        self._spec, inner, prefix = spec, spec.inner, spec.prefix
+    def __init__(self, spec: LstmSpec, target: Model, weights: Weights) -> None:
+        self._spec, self._target, inner, prefix = spec, target, spec.inner, spec.prefix
         self.num_heads, self.tap_width = spec.num_drafts, spec.hidden_size
         self.tapped_layers: tuple[int, ...] = ()
         self._embedding = weights.whole(f"{prefix}forget_emb.0.weight", (spec.vocab_size, inner))
         self._projections = [weights.linear(f"{prefix}projs.{i}", 4 * inner, inner if i else spec.hidden_size) for i in range(2)]
         norms = ([weights.whole(f"{prefix}{name}_ln.0.{part}", (inner,)) for part in ("weight", "bias")] for name in ("cell", "state"))
         self._cell_norm, self._state_norm = norms
-        self._scores = weights.linear(f"{prefix}head.0", spec.vocab_size, inner)
+        self._scores = _make_scores(f"{prefix}head.0", spec.vocab_size, inner, weights, target.draft_ids)
         self._token_weight = token_weight(spec.num_predicted, inner)
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -206,7 +205,7 @@ class LstmSpeculator:
         return [_activate(cell, self._state_norm) * give, cell]
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
-        return self._scores(states[0])
+        return scatter_logits(self._scores(states[0]), self._target.draft_ids, self._target.vocab_size)
 
 
 def token_weight(num_predicted: int, inner: int) -> float:
@@ -224,10 +223,14 @@ def _activate(x: torch.Tensor, norm: list[torch.Tensor]) -> torch.Tensor:
     return F.gelu(F.rms_norm(x, (x.shape[-1],), weight, NORM_EPS) + bias)
 
 
-def _read(name: str, rows: int, columns: int, checkpoint: Checkpoint, weights: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A projection and its bias, if it has one."""
-    bias = weights.whole(f"{name}.bias", (rows,)) if f"{name}.bias" in checkpoint else None
-    return weights.whole(f"{name}.weight", (rows, columns)), bias
+def _make_scores(name: str, rows: int, columns: int, weights: Weights, draft_ids: torch.Tensor | None) -> Linear:
+    """A head, with its bias if it has one, of all its tokens or of draft_ids alone."""
+    weight, bias = weights.whole(f"{name}.weight", (rows, columns)), None
+    if f"{name}.bias" in weights.checkpoint:
+        bias = weights.whole(f"{name}.bias", (rows,))
+    if draft_ids is not None:
+        weight, bias = weight[draft_ids], None if bias is None else bias[draft_ids]
+    return make_linear(weight, bias)
 
 
 def load_heads(
@@ -247,7 +250,7 @@ def load_heads(
         if isinstance(spec, SpeculatorSpec):
             return MlpSpeculator(spec, checkpoint, target, weights)
         if isinstance(spec, LstmSpec):
-            return LstmSpeculator(spec, weights)
+            return LstmSpeculator(spec, target, weights)
         if device.type == "cuda" and spec.prefix is not None:
             check_gpu_layers([spec.prefix.layer], spec.where, dtype)
         return ResidualHeads(spec, checkpoint, target, weights)

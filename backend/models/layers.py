@@ -122,22 +122,18 @@ class Weights:
         stored = self.checkpoint.get(name, (size,))
         return (stored.float() + offset if offset else stored).to(self.device, self.dtype, copy=True)
 
-    def split_rows(self, projections: Sequence[Projection], parts: Sequence[Part] | None = None, *, is_head: bool = False) -> Linear:
+    def split_rows(self, projections: Sequence[Projection], parts: Sequence[Part] | None = None) -> Linear:
         """Projections of one input as one, each with its share of output rows on this rank.
 
         parts: what the rows are split in, of one projection that holds several or of each projection; None: each is one.
         """
-        scheme = self.quantization.head_quant_type if is_head else self.quantization.dense_quant_type
-        stored = [self._read(projection, scheme) for projection in projections]
+        stored = [self._read(projection, self.quantization.dense_quant_type) for projection in projections]
         parts = parts or [Part(projection.name, projection.out_features) for projection in projections]
         has_bias = any(bias is not None for _, bias in stored)  # the others' are zeros
         weights, biases, begin = [], [], 0
         for i, part in enumerate(parts):
             weight, bias = stored[i if len(stored) > 1 else 0]
-            if is_head:
-                own = self.ranks.vocabulary(part.rows)
-            else:
-                own = self.ranks.part(part.rows // part.unit, part.name, can_repeat=part.can_repeat)
+            own = self.ranks.part(part.rows // part.unit, part.name, can_repeat=part.can_repeat)
             rows: slice | torch.Tensor = slice(begin + own.start * part.unit, begin + own.stop * part.unit)
             if part.order is not None:
                 rows = (begin + torch.arange(own.start, own.stop)[:, None] * part.unit + part.order).flatten()
@@ -147,6 +143,13 @@ class Weights:
                 biases.append(whole[rows].to(self.device, self.dtype))
             begin += part.rows if len(stored) == 1 else 0
         return self._make(weights, torch.cat(biases) if biases else None)
+
+    def head(self, projection: Projection, token_ids: torch.Tensor | None = None) -> Linear:
+        """The projection that scores the vocabulary, or of it the tokens `token_ids` [N], on the host, alone: this rank's share of them."""
+        weight, bias = self._read(projection, self.quantization.head_quant_type)
+        own = self.ranks.vocabulary(projection.out_features if token_ids is None else len(token_ids))
+        rows = own if token_ids is None else token_ids[own]
+        return self._make([cut_rows(weight, rows)], None if bias is None else bias[rows].to(self.device, self.dtype))
 
     def _read(self, projection: Projection, scheme: str | None) -> tuple[Stored, torch.Tensor | None]:
         name = f"{projection.name}.bias"

@@ -24,6 +24,7 @@ from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
+from backend.token_map import read_token_map
 from kernels import ops
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,13 @@ class Model(Protocol):
         """[R, hidden] -> [R, V] in the model's dtype."""
         ...
 
+    draft_ids: torch.Tensor | None
+    """[N] int64 ascending: the tokens that a model drafter may draft; None: all."""
+
+    def draft_scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, N], of these alone: for drafters that share this model's head."""
+        ...
+
 
 def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
     """A folder's weights, or with load_format dummy random ones."""
@@ -142,15 +150,18 @@ def load_model(
     is_expert_parallel: bool = False,
     quantization: QuantizationConfig | None = None,
     reads_cache_scales: bool = False,
+    draft_token_map: str | None = None,
 ) -> Model:
     """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
 
     max_model_len: the longest context that will be served, which decides whether windows matter; None: the model's own limit.
     is_expert_parallel: whole experts are spread over the ranks; else each is split. quantization: how plain weights are rounded.
-    reads_cache_scales: those that the checkpoint has of keys and values, which are to be kept in e4m3.
-    Raises ModelError for what is missing, truncated, mismatched or not supported.
+    reads_cache_scales: those that the checkpoint has of keys and values, which are to be kept in e4m3. draft_token_map: file of the tokens
+    that a model drafter may draft (`backend.token_map`).
+    Raises ModelError for what is missing, truncated, mismatched or not supported, ConfigError for the file of tokens.
     """
     spec = check_model(directory, has_weights=load_format != "dummy")
+    draft_ids = None if draft_token_map is None else torch.tensor(read_token_map(draft_token_map, spec.vocab_size))
     check_rounding(read_config(directory), directory, quantization)
     context_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     if device.type == "cuda" and not only_head:
@@ -174,6 +185,7 @@ def load_model(
             is_expert_parallel=is_expert_parallel,
             quantization=quantization,
             reads_cache_scales=reads_cache_scales,
+            draft_ids=draft_ids,
         )
 
 

@@ -17,6 +17,7 @@ from backend.model_checks import check_drafter, check_fits_target, check_roundin
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
 from backend.models.decoder_layer import DecoderLayer
+from backend.models.drafter_weights import scatter_logits
 from backend.models.layers import Weights, own_heads
 from backend.models.mtp_spec import MtpLayerSpec
 from backend.models.rope import RopeTables
@@ -106,4 +107,5 @@ class Mtp:
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V] in the model's dtype."""
-        return self._target.logits(states if self._is_norm_recycled else ops.rms_norm(states, self.layers[layer].head_norm, self.eps))
+        normed = states if self._is_norm_recycled else ops.rms_norm(states, self.layers[layer].head_norm, self.eps)
+        return scatter_logits(self._target.draft_scores(normed), self._target.draft_ids, self._target.vocab_size)

@@ -104,7 +104,7 @@ SGLANG: dict[str, Other] = {
                others="speculative_accept_threshold_single speculative_accept_threshold_acc", unless=(1,)),
     **refused('drafts are verified one after the other: say "verify_strategy": "rejection" in --speculative-config',
                "speculative_use_block_verification"),
-    "speculative_token_map": Refused("a drafter scores the tokens that its own weights name (draft_vocab_size with d2t, or a token map in them)"),
+    "speculative_token_map": Alias("speculative_config.speculative_token_map"),
     **refused("windows and sinks of a drafter are not served", others="speculative_draft_window_size speculative_draft_sink_size"),
     **refused("drafters run in the servers of their targets", others="decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints "
                "decoupled_spec_role "

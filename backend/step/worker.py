@@ -136,6 +136,7 @@ class Worker:
             is_expert_parallel=config.parallel_config.expert_parallel,
             quantization=config.rounding,
             reads_cache_scales=self.cache_dtype == ops.E4M3 and config.kv_cache_scales == "auto",
+            draft_token_map=None if config.speculative_config.placement == "bls" else config.speculative_config.draft_token_map,
         )
         self.drafter = load_step_drafter(config, self.model, self.dtype, self.device, ranks)
         check_max_model_len(config.max_model_len, self.model.max_model_len)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backend import LLM, SamplingParams
+from backend.config import BUNDLED_MODEL
 from tests import test_block_drafters as blocks
 from tests import test_draft_heads as heads
 from tests import test_eagle as eagle
@@ -30,9 +32,8 @@ def ask(llm: LLM, speculative: dict[str, Any] | None = None, **sampling: Any) ->
     return [r.outputs[0].token_ids for r in llm.generate(prompts, params, speculative=speculative, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("kind", [*DRAFT_MODELS, *EAGLES, *HEADS, *blocks.KINDS], ids=str)
-def test_a_drafter_is_the_cpus(kind: Any, tmp_path: Path) -> None:
-    """While its shapes run eagerly, and once they are captured."""
+def make(kind: Any, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A target, and what names the drafter."""
     target, folder, method = tmp_path / "target", tmp_path / "drafter", "draft_model" if isinstance(kind, Case) else kind.method
     owner: Any = next((module for module in (eagle, blocks) if isinstance(kind, module.Kind)), heads)
     model = make_model(owner.TARGET, target)
@@ -42,17 +43,35 @@ def test_a_drafter_is_the_cpus(kind: Any, tmp_path: Path) -> None:
         heads.make(kind, folder, model)
     else:
         owner.save_drafter(kind, owner.make_weights(kind), folder)
+    return target, {"method": method, "model": str(folder)}
+
+
+@pytest.mark.parametrize("kind", [*DRAFT_MODELS, *EAGLES, *HEADS, *blocks.KINDS], ids=str)
+def test_a_drafter_is_the_cpus(kind: Any, tmp_path: Path) -> None:
+    """While its shapes run eagerly, and once they are captured."""
+    compare(*make(kind, tmp_path))
+
+
+@pytest.mark.parametrize("kind", [DRAFT_MODELS[0], EAGLES[1], HEADS[1], blocks.DFLASH, blocks.DSPARK, "mtp"], ids=str)
+def test_a_drafter_that_scores_few_tokens(kind: Any, tmp_path: Path) -> None:
+    target, speculative = (BUNDLED_MODEL, {"method": "mtp"}) if kind == "mtp" else make(kind, tmp_path)
+    vocab_size = json.loads((target / "config.json").read_text())["vocab_size"]
+    (tmp_path / "tokens.json").write_text(json.dumps(list(range(1, vocab_size, 3))))
+    compare(target, speculative | {"draft_token_map": str(tmp_path / "tokens.json")})
+
+
+def compare(target: Path, speculative: dict[str, Any]) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0}
     drafted = []
     for device in ("cpu", "cuda"):
-        llm = serve(target, {**OPTIONS, "device": device}, method=method, model=str(folder), accept_policy="accept_all")
+        llm = serve(target, {**OPTIONS, "device": device}, **speculative, accept_policy="accept_all")
         drafted.append(ask(llm, **greedy))
         while llm.engine.worker.capture_waiting():
             pass
         assert ask(llm, **greedy) == drafted[-1]
         llm.close()
     assert drafted[0] == drafted[1]
-    llm = serve(target, {**OPTIONS, "device": "cuda"}, method=method, model=str(folder))
+    llm = serve(target, {**OPTIONS, "device": "cuda"}, **speculative)
     for sampling in (greedy, {"temperature": 0.8, "seed": 5}):
         expected = ask(llm, {"method": "none"}, **sampling)
         for choice in ({}, {"mtp_strategy": "with_ngram"}, {"verify_strategy": "rejection"} if sampling is greedy else {}):
