@@ -16,7 +16,7 @@ from tests import test_eagle as eagle
 from tests.drafting import serve
 from tests.families import Case, make_model, random_tokens
 
-OPTIONS = {"page_size": 16, "max_batch_size": 8, "max_num_batched_tokens": 64}
+OPTIONS = {"page_size": 16, "max_batch_size": 8, "max_num_batched_tokens": 64, "kv_cache_memory": "64MiB"}
 DRAFT_MODELS = [
     Case("qwen3", config={"head_dim": 64, "vocab_size": 250}),
     Case("qwen3", "PARD", {"head_dim": 64, "pard_token": 245, "vocab_size": 250}),
