@@ -16,7 +16,7 @@ from backend.models.parts import Attention
 from backend.models.rope import Angles, RopeTables
 from backend.models.spec import DecoderSpec, Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import count_written, make_linear, quantize
+from backend.quantization import count_written, make_linear
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
@@ -78,7 +78,9 @@ class Decoder:
             rows, name = ranks.vocabulary(self.vocab_size), f"{spec.head}.bias"
             bias = weights.whole(name, (self.vocab_size,))[rows] if name in checkpoint else None
             scheme = weights.quantization.head_quant_type
-            self.head = make_linear(self.embedding[rows] if scheme is None else quantize(self.embedding, scheme).rows(rows), bias)
+            self.head = make_linear(
+                self.embedding[rows] if scheme is None else weights.round(spec.embedding, self.embedding, scheme).rows(rows), bias
+            )
         else:
             self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)], is_head=True)
         self.num_written_weights = max(weights.most_written, count_written(self.head))
