@@ -47,7 +47,7 @@ def check_regular(path: Path) -> int:
     except FileNotFoundError:
         of = f": the link to {os.readlink(path)} leads nowhere" if path.is_symlink() else ""
         raise ModelError(f"{path} is missing{of}") from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter of a name that no file can have
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} cannot be read: it is not a regular file")
@@ -136,6 +136,10 @@ def open_weights(path: Path, framework: Literal["pt", "np"]) -> Any:
     from safetensors import SafetensorError, safe_open
 
     check_regular(path)
+    try:
+        path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
     try:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:

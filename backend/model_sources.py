@@ -73,7 +73,11 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
     """
     source = source or Source()
     path = Path(model).expanduser()
-    is_path = path.exists() or str(model).startswith(("/", "./", "../", "~"))
+    try:
+        is_path = path.exists() or str(model).startswith(("/", "./", "../", "~"))
+        (path / "config.json").exists()
+    except OSError as error:  # a folder that may not be entered, or a name that is too long
+        raise ModelError(f"model {model} cannot be read: {error}") from None
     if is_path and source.revision not in (None, *BRANCHES):
         raise ConfigError(f"revision {source.revision!r:.80} is of a name on the hub; {model} is a path")
     if path.is_dir():

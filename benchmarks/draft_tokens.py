@@ -66,9 +66,8 @@ def main() -> None:
         for server in order:
             server.run(prompts, params, args.batch)
     plain, whole = servers[:2]
-    print(
-        f"of {spec.vocab_size} tokens\n| may be drafted | of the texts | tokens a step | x plain | x all | the same tokens |\n|---|---|---|---|---|---|"
-    )
+    print(f"of {spec.vocab_size} tokens\n| may be drafted | of the texts | tokens a step | x plain | x all | the same tokens |")
+    print("|---|---|---|---|---|---|", flush=True)
     for server in servers:
         of_plain, of_whole = (statistics.median(a / b for a, b in zip(other.seconds, server.seconds)) for other in (plain, whole))
         is_same = "yes" if server.tokens == plain.tokens else "no"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,8 +55,8 @@ def inspect(args: argparse.Namespace) -> int:
             if (value := getattr(args, key)) is not None and value < 1:
                 raise ConfigError(f"{key} must be 1 or more, got {value}")
         path = Path(args.model).expanduser()
-        is_here = path.exists()
-        if not (path.is_file() and path.suffix == GGUF_SUFFIX):
+        is_here = os.path.exists(path)
+        if not (os.path.isfile(path) and path.suffix == GGUF_SUFFIX):
             path = find_model(args.model, Source(has_weights=False))
         target = find_model(args.target) if args.target else None
         cache = normalize_cache_dtype("kv_cache_dtype", args.kv_cache_dtype)

@@ -233,6 +233,13 @@ def test_older_files_of_gemma3(folders: Callable[[str], Path], tmp_path: Path) -
     assert check_model(before).layers == check_model(folder).layers
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_gemma_reads_one_name_of_its_activation(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers and vLLM read hidden_activation alone, whatever a file has beside it."""
+    folder = folders(family)
+    assert check_model(edited(folder, tmp_path / "model", hidden_activation=..., hidden_act="silu")).layers == check_model(folder).layers
+
+
 def test_older_names_of_longrope(folders: Callable[[str], Path], tmp_path: Path) -> None:
     scaling = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
     values = {"rope_parameters": ..., "rope_theta": 1000.0, "rope_scaling": scaling, "original_max_position_embeddings": 32}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
@@ -195,6 +196,37 @@ def test_files_beside_the_weights(name: str, values: dict[str, Any], message: st
     make_model(Case("llama"), tmp_path)
     (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / name).read_text()) | values))
     assert message in refused(capsys, tmp_path)
+
+
+def test_names_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("llama"), tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", "np") as file:
+        names = list(file.keys())
+    for name in ("a\0b.safetensors", "\ud800.safetensors"):
+        (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
+        assert "cannot be read: " in refused(capsys, tmp_path / "model")
+    assert f"model {'a' * 300} cannot be read: " in refused(capsys, "a" * 300)
+
+
+def test_folders_and_files_that_may_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may be allowed to read anything."""
+    folder, denied = tmp_path / "model", PermissionError(13, "Permission denied")
+    make_model(Case("llama"), folder)
+
+    def deny(method: str, name: str) -> None:
+        own = getattr(Path, method)
+
+        def call(path: Path, *args: Any, **options: Any) -> Any:
+            if path.name == name:
+                raise denied
+            return own(path, *args, **options)
+
+        monkeypatch.setattr(Path, method, call)
+
+    deny("open", "model.safetensors")
+    assert f"{folder}/model.safetensors cannot be read: [Errno 13] Permission denied" in refused(capsys, folder)
+    deny("exists", "config.json")
+    assert f"model {folder} cannot be read: [Errno 13] Permission denied" in refused(capsys, folder)
 
 
 def test_templates_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.errors import ModelError
 from backend.model_checks import check_drafter, check_model
 from backend.models import shards
 from backend.models.mtp import Mtp
 from backend.models.writing import _describe, _shorten
-from backend.quantization_config import read_quantization
+from backend.quantization_config import QuantizationConfig, read_quantization
 from deploy.cli import main
 from tests.families import Case, edited, load, make_model, random_tokens
 from tests.steps import Row, Steps, make_worker
@@ -120,6 +122,23 @@ def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "the weights are quantized already (compressed-tensors" in refused(out, f"{out}-again", "--quantization", "wint8")
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")], ids=str)
+def test_weights_that_are_not_finite(number: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They have no digits: neither is such a folder written, nor are they rounded when they are loaded."""
+    make_model(Case("llama"), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = number
+    save_file(weights, path)
+    for scheme in ("wint8", "wint4", "fp8", "block_wise_fp8"):
+        said = f"model.layers.1.mlp.up_proj cannot be rounded to {scheme}: the weight has "
+        assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", scheme]) == 2
+        assert f"{path}: {said}" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(ModelError, match=said):
+            load(tmp_path / "model", quantization=QuantizationConfig(quantization=scheme))
+
+
 def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of weights that nobody reads, and which are copied."""
     shutil.copytree(BUNDLED_DRAFTER, tmp_path / "model")
@@ -128,3 +147,4 @@ def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.C
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", "wint8"]) == 2
     assert "model.safetensors: weight model.other cannot be read: File does not contain tensor" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

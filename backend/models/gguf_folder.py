@@ -16,7 +16,7 @@ from backend.errors import ModelError
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.families.gguf import GGUF_ARCHITECTURES, GgufModel, Metadata
 from backend.models.gguf_file import GgufFile, shortest, stored_dtype
-from backend.models.shards import ShardWriter, check_new
+from backend.models.shards import ShardWriter, check_new, new_folder
 from backend.models.spec import DecoderSpec, Shapes, WeightList
 from backend.models.values import Values
 from backend.vocabularies import CONTROL, NORMAL, PRE_TOKENIZERS, Vocabulary, byte_level_tokenizer, sentencepiece_tokenizer
@@ -40,18 +40,18 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
     check_new(out)
     own = _plan(GgufFile(path))
     weights, config = own.weights, own.config
-    out.mkdir(parents=True, exist_ok=True)
-    kinds: list[str] = []
-    with ShardWriter(out) as writer:
-        for name, shape in tqdm(own.wanted.items(), desc=f"Converting {path.name}", unit="tensor", disable=None):  # on terminals alone
-            numbers, kind = weights.read(name, shape)
-            kept = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
-            kinds += [kind] * (len(shape) == 2)
-            writer.add({name: numbers.to(kept)})
-    _write(out / "config.json", {"dtype": _model_dtype(kinds) if dtype == "auto" else dtype} | config)
-    _write(out / "generation_config.json", _generation(own.file, config))
-    (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
-    _write(out / "tokenizer_config.json", own.settings)
+    with new_folder(out):
+        kinds: list[str] = []
+        with ShardWriter(out) as writer:
+            for name, shape in tqdm(own.wanted.items(), desc=f"Converting {path.name}", unit="tensor", disable=None):  # on terminals alone
+                numbers, kind = weights.read(name, shape)
+                kept = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
+                kinds += [kind] * (len(shape) == 2)
+                writer.add({name: numbers.to(kept)})
+        _write(out / "config.json", {"dtype": _model_dtype(kinds) if dtype == "auto" else dtype} | config)
+        _write(out / "generation_config.json", _generation(own.file, config))
+        (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
+        _write(out / "tokenizer_config.json", own.settings)
 
 
 def read_file(path: Path) -> tuple[GgufFile, dict[str, Any], DecoderSpec]:

@@ -6,7 +6,7 @@ import torch
 
 from backend.models.layers import Weights
 from backend.models.spec import DecoderSpec, Projection
-from backend.quantization import count_written, make_linear, quantize
+from backend.quantization import count_written, make_linear
 from kernels import ops
 
 
@@ -22,7 +22,7 @@ class Head:
             rows = own if token_ids is None else token_ids[own]
             name, scheme = f"{spec.head}.bias", weights.quantization.head_quant_type
             bias = weights.whole(name, (spec.vocab_size,))[rows] if name in weights.checkpoint else None
-            self._linear = make_linear(embedding[rows] if scheme is None else quantize(embedding, scheme).rows(rows), bias)
+            self._linear = make_linear(embedding[rows] if scheme is None else weights.round(spec.embedding, embedding, scheme).rows(rows), bias)
         else:
             self._linear = weights.head(Projection(spec.head, spec.vocab_size, spec.hidden_size), token_ids)
         self.num_written_weights = count_written(self._linear)

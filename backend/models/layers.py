@@ -110,7 +110,7 @@ class Weights:
             return weight.to(self.device)
         if scheme is None:
             return weight.to(self.device, self.dtype)
-        rounded = quantize(weight.to(self.device), scheme)
+        rounded = self.round(projection.name, weight.to(self.device), scheme)
         self._num_rounded += weight.numel()
         if self._num_rounded >= 4 * PIECE:  # what they took for a while is much beside what stays
             self._num_rounded = 0
@@ -121,6 +121,13 @@ class Weights:
         """A norm's weights; offset: what is added to the stored ones."""
         stored = self.checkpoint.get(name, (size,))
         return (stored.float() + offset if offset else stored).to(self.device, self.dtype, copy=True)
+
+    def round(self, name: str, weight: torch.Tensor, scheme: str) -> Quantized:
+        """A weight [out, in] that is stored under `name`, rounded. Raises ModelError for one that is not finite."""
+        try:
+            return quantize(weight, scheme)
+        except ValueError as error:
+            raise ModelError(f"{self.checkpoint.directory}: {name} cannot be rounded to {scheme}: {error}") from None
 
     def split_rows(self, projections: Sequence[Projection], parts: Sequence[Part] | None = None) -> Linear:
         """Projections of one input as one, each with its share of output rows on this rank.

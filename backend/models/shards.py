@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_SHARD_BYTES = 4 * 2**30
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[None]:
+    """Makes a folder for what is written within, and leaves none of it where that fails. Raises ConfigError as `check_new` does."""
+    check_new(out)
+    is_made = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in out.iterdir():
+            path.unlink(missing_ok=True)
+        if is_made:
+            out.rmdir()
+        raise
 
 
 def check_new(out: Path) -> None:

@@ -20,7 +20,7 @@ from backend.model_checks import check_drafter, check_model
 from backend.model_files import INDEX_FILE, find_weights, open_weights, read_config
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
 from backend.models.quantized_config import CLASS, read_checkpoint_quantization
-from backend.models.shards import ShardWriter, check_new
+from backend.models.shards import ShardWriter, check_new, new_folder
 from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.quantization.schemes import BLOCK, GROUP, quantize
@@ -44,13 +44,13 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
     schemes = _find_schemes(config, directory, quantization)
     if not schemes:
         raise ConfigError(f"quantization {quantization.names} rounds no weight of {directory}")
-    out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(directory.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_FILE and path.stat().st_size <= MAX_FILE_BYTES:
-            shutil.copyfile(path, out / path.name)
-    plain = _write_weights(find_weights(directory), out, schemes)
-    text = json.dumps(json.loads((directory / "config.json").read_text("utf-8")) | {"quantization_config": _describe(schemes, plain)}, indent=2)
-    (out / "config.json").write_text(f"{text}\n", "utf-8")
+    with new_folder(out):
+        for path in sorted(directory.iterdir()):
+            if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_FILE and path.stat().st_size <= MAX_FILE_BYTES:
+                shutil.copyfile(path, out / path.name)
+        plain = _write_weights(find_weights(directory), out, schemes)
+        text = json.dumps(json.loads((directory / "config.json").read_text("utf-8")) | {"quantization_config": _describe(schemes, plain)}, indent=2)
+        (out / "config.json").write_text(f"{text}\n", "utf-8")
 
 
 def _find_schemes(config: dict[str, Any], directory: Path, quantization: QuantizationConfig) -> dict[str, str]:
@@ -94,13 +94,16 @@ def _write_weights(files: dict[str, Path], out: Path, schemes: dict[str, str]) -
             for name in names:
                 try:
                     tensor, scheme = handle.get_tensor(name), schemes.get(projection := name.removesuffix(".weight"))
-                except SafetensorError as error:  # of what nobody reads, and so nobody has checked
+                except (SafetensorError, ValueError) as error:  # of what nobody reads, and so nobody has checked
                     raise ModelError(f"{path}: weight {name} cannot be read: {error}") from None
                 if scheme is None or projection == name:
                     writer.add({name: tensor})
                     plain += [projection] if projection != name and tensor.dim() == 2 else []
                 else:
-                    parts = _tensors_of(quantize(tensor, scheme), scheme)
+                    try:
+                        parts = _tensors_of(quantize(tensor, scheme), scheme)
+                    except ValueError as error:
+                        raise ModelError(f"{path}: {projection} cannot be rounded to {scheme}: {error}") from None
                     writer.add({f"{projection}.{part}": own for part, own in parts.items()})
     return plain
 

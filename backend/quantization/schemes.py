@@ -29,7 +29,10 @@ PIECE = 2**21
 
 
 def quantize(weight: torch.Tensor, scheme: str) -> Quantized:
-    """weight [out, in] rounded as `scheme` says: wint8, wint4, fp8 or block_wise_fp8."""
+    """weight [out, in] rounded as `scheme` says: wint8, wint4, fp8 or block_wise_fp8.
+
+    Raises ValueError for weights that are not finite: no digit stands for them, and their scale would take all that share it along.
+    """
     rows = max(1, PIECE // (weight.shape[1] * BLOCK)) * BLOCK
     pieces = [_quantize(piece, scheme) for piece in weight.split(rows)]
     if len(pieces) == 1:
@@ -47,7 +50,7 @@ def _quantize(weight: torch.Tensor, scheme: str) -> Quantized:
     if scheme == "wint4":
         digits, scales = _round_to_4_bits(grouped)
         return Quantized(digits.flatten(1)[:, :num_columns] + 8, scales, None, groups, bits=4)
-    largest = grouped.abs().amax(dim=2)
+    largest = _finite(grouped.abs().amax(dim=2))
     if scheme == "block_wise_fp8":
         rows = F.pad(largest, (0, 0, 0, -num_rows % BLOCK)).unflatten(0, (-1, BLOCK)).amax(dim=1)
         largest = rows.repeat_interleave(BLOCK, dim=0)[:num_rows]
@@ -59,9 +62,16 @@ def _quantize(weight: torch.Tensor, scheme: str) -> Quantized:
     return Quantized(scaled.clamp_(-top, top).to(torch.float8_e4m3fn), scales, None, groups)
 
 
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    """The largest weights of groups. Raises ValueError."""
+    if not bool((is_finite := largest.isfinite()).all()):
+        raise ValueError(f"the weight has {largest[~is_finite][0].item()}; what is rounded must be finite")
+    return largest
+
+
 def _round_to_4_bits(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """grouped [out, G, size] -> digits from -8 to 7 of the same shape, int8, and scales [out, G]."""
-    largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True))
+    largest = _finite(grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True)))
     largest = torch.where(largest.abs() < SMALLEST, SMALLEST, largest)
     digits, scales, least = None, largest, largest
     for factor in STEPS:

@@ -42,8 +42,7 @@ def _decoder(
         raise values.refuse("use_bidirectional_attention", "false: tokens are written one after the other")
     sizes, eps = read_sizes(values, head_dim=256), read_eps(values)
     window = read_window(values, 4096)
-    key = "hidden_activation" if values.has("hidden_activation") else "hidden_act"
-    activation = values.choice(key, ACTIVATIONS, "gelu_pytorch_tanh")
+    activation = values.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")  # no implementation of these reads hidden_act
     scale = values.number("query_pre_attn_scalar", 1e6, default=256) ** -0.5
     has_bias = values.flag("attention_bias")
     layers = []
