@@ -131,7 +131,7 @@ class SpeculativeConfig(Section):
     """draft_model: same (as the target's, nearly), or shared: its tokenizer is another one, and it drafts the tokens that both have."""
     draft_token_map: str | None = None
     """Model drafters: file of the target's token ids that they may draft, so that heads score these alone (FR-Spec, Zhao et al. 2025): a list in
-    JSON, as `foretoken token-map` writes it, or of torch.save (.pt). Default: all tokens."""
+    JSON, as the command token-map writes it, or of torch.save (.pt). Default: all tokens."""
     min_draft_confidence: float = 0.0
     """dspark: drafts end before the first one whose chance to stand the drafter's confidence head puts below this, 0 to 1."""
     mtp_strategy: str = "default"
