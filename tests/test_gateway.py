@@ -535,6 +535,8 @@ BAD = [
     ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
      "response_format.json_schema.schema: Invalid type: strng", "response_format"),
     ({"prompt": "x", "guided_json": "{"}, ": guided_json is not valid JSON", "guided_json"),
+    ({"prompt": "x", "regex": 5}, "regex: Input should be a valid string, got 5", "regex"),
+    ({"prompt": "x", "json_schema": [5]}, "json_schema: Input should be a valid", "json_schema"),
 ]  # fmt: skip
 BAD_CHATS = [
     ({"messages": []}, "messages: List should have at least 1 item", "messages"),
