@@ -634,6 +634,20 @@ class TestErrors:
         assert end == "[DONE]" and all(len(json.loads(part)["choices"]) == 1 for part in parts)
         assert not is_streamed or (answer.startswith(b"data: ") and answer.count(b"\n\n") == len(parts) + 1)
 
+    @pytest.mark.parametrize("pause", [0, 0.05], ids=["at once", "head first"])
+    def test_another_protocol_is_not_spoken(self, address, pause):
+        """Java's HttpClient asks for HTTP/2 with its first request, and Spring AI, for one, uses it: the body is the request's nevertheless."""
+        data = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+        host, _, port = address.removeprefix("http://").partition(":")
+        plain = HEAD.format(path="/v1/completions", length=len(data)).encode()
+        more = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(plain.replace(b"connection: close\r\n", more))
+            time.sleep(pause)
+            connection.sendall(data + plain + data)
+            answers = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answers.count(b"HTTP/1.1 200 OK") == 2 and answers.count(b'"finish_reason":"length"') == 2
+
     @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models"])
     def test_head(self, address, path):
         """As aiperf asks whether there are metrics."""
