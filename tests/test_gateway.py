@@ -530,6 +530,8 @@ BAD = [
     (b"[" * 100_000, "the body is not valid JSON: it is nested too deeply", None),
     (b'{"prompt": "\xff"}', "the body is not valid JSON: it is not UTF-8 at byte 12", None),
     (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not valid JSON: Exceeds the limit (4300 digits) for integer string conversion", None),
+    (b'{"prompt": "x", "prediction": {"type": "content", "content": "\\ud800"}}', "prediction is not valid Unicode: '\\ud800' at", "prediction"),
+    ({"prompt": "x", "prediction": {"type": "content", "content": "x" * 200_000}}, ": prediction has 200000 characters; at most", "prediction"),
     (b"", "the body must be a JSON object", None),
     ({"prompt": "x" * 200_000}, "the prompt has 200000 characters", None),
     ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
