@@ -530,11 +530,15 @@ BAD = [
     (b"[" * 100_000, "the body is not valid JSON: it is nested too deeply", None),
     (b'{"prompt": "\xff"}', "the body is not valid JSON: it is not UTF-8 at byte 12", None),
     (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not valid JSON: Exceeds the limit (4300 digits) for integer string conversion", None),
+    (b'{"prompt": "x", "prediction": {"type": "content", "content": "\\ud800"}}', "prediction is not valid Unicode: '\\ud800' at", "prediction"),
+    ({"prompt": "x", "prediction": {"type": "content", "content": "x" * 200_000}}, ": prediction has 200000 characters; at most", "prediction"),
     (b"", "the body must be a JSON object", None),
     ({"prompt": "x" * 200_000}, "the prompt has 200000 characters", None),
     ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
      "response_format.json_schema.schema: Invalid type: strng", "response_format"),
     ({"prompt": "x", "guided_json": "{"}, ": guided_json is not valid JSON", "guided_json"),
+    ({"prompt": "x", "regex": 5}, "regex: Input should be a valid string, got 5", "regex"),
+    ({"prompt": "x", "json_schema": [5]}, "json_schema: Input should be a valid", "json_schema"),
 ]  # fmt: skip
 BAD_CHATS = [
     ({"messages": []}, "messages: List should have at least 1 item", "messages"),
@@ -631,6 +635,20 @@ class TestErrors:
         *parts, end = read_events(answer) if is_streamed else (answer, "[DONE]")
         assert end == "[DONE]" and all(len(json.loads(part)["choices"]) == 1 for part in parts)
         assert not is_streamed or (answer.startswith(b"data: ") and answer.count(b"\n\n") == len(parts) + 1)
+
+    @pytest.mark.parametrize("pause", [0, 0.05], ids=["at once", "head first"])
+    def test_another_protocol_is_not_spoken(self, address, pause):
+        """Java's HttpClient asks for HTTP/2 with its first request, and Spring AI, for one, uses it: the body is the request's nevertheless."""
+        data = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+        host, _, port = address.removeprefix("http://").partition(":")
+        plain = HEAD.format(path="/v1/completions", length=len(data)).encode()
+        more = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(plain.replace(b"connection: close\r\n", more))
+            time.sleep(pause)
+            connection.sendall(data + plain + data)
+            answers = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answers.count(b"HTTP/1.1 200 OK") == 2 and answers.count(b'"finish_reason":"length"') == 2
 
     @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models"])
     def test_head(self, address, path):

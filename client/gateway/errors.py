@@ -9,7 +9,7 @@ from typing import Any
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse
 
-from client.gateway.no_ops import say_rule
+from client.gateway.no_ops import RENAMED, say_rule
 from client.messages import PARAMETERS, GenerateError
 
 RETRY_SECONDS = 1
@@ -95,6 +95,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 def _find(body: Any, loc: Sequence[str | int], is_missing: bool) -> tuple[str | int, ...]:
     """The way to a value of the body, of pydantic's, which names the types too that it tried. is_missing: there is none at its end."""
+    if isinstance(body, dict) and loc and loc[0] not in body:  # of a field that the client calls otherwise
+        loc = next((name for name, own in RENAMED.items() if own == loc[0] and name in body), loc[0]), *loc[1:]
     found, _ = _walk(body, loc[:-1] if is_missing else loc)
     return (*found, *loc[-1:]) if is_missing else found
 

@@ -140,6 +140,11 @@ class GenerateRequest(StructuredRequest):
             values["speculative"] = {"prediction": self.prediction.text(), **(self.speculative or {})}
         return {**values, "max_tokens": self.max_tokens, "structured_outputs": self.form()}
 
+    def server_names(self) -> dict[str, str]:
+        if self.prediction is None or self.speculative is not None:
+            return super().server_names()
+        return {**super().server_names(), "speculative": "prediction", "speculative: prediction": "prediction"}
+
 
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(token, int) for token in value))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
+import httptools
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -17,6 +19,32 @@ _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """What may come before an answer any number of times, and means nothing to a client that waits for one."""
 _CLOSED = 7
 """TCP's state of a connection that the other side has reset."""
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Of a request that asks for another protocol as well (`Upgrade: h2c`, as Java's HttpClient does) a parser leaves the body to that protocol.
+    None is spoken here: the request is read again without that header, and answered as one of HTTP/1.1.
+    """
+
+    def __init__(self, protocol: LimitedHeadProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+        if hasattr(self, "set_dangerous_leniencies"):  # as uvicorn's own: what follows a request that closes the connection is no error of it
+            self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: Any) -> None:
+        parser, rest = self, memoryview(data)
+        while True:
+            try:
+                super(_Parser, parser).feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as found:
+                if not self._protocol.is_asking_for_more:
+                    raise
+                rest = rest[found.args[0] :]
+            head = self._protocol.plain_head()
+            self._protocol.parser = parser = _Parser(self._protocol)
+            super(_Parser, parser).feed_data(head)
 
 
 class LimitedHeadProtocol(HttpToolsProtocol):
@@ -36,6 +64,7 @@ class LimitedHeadProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = _Parser(self)
         self._timer = self.loop.call_later(HEAD_SECONDS, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -77,13 +106,30 @@ class LimitedHeadProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         super().on_message_begin()
 
+    @property
+    def is_asking_for_more(self) -> bool:
+        """Whether the request is one that another protocol was asked for with."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def plain_head(self) -> bytes:
+        """The request's head, without that."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
+
     def on_headers_complete(self) -> None:
+        if self.is_asking_for_more:
+            return
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
         self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
         if self.parser.get_http_version() == "1.0" and self.cycle.scope["method"] != "HEAD":
             _send_as_it_is(self.cycle)
+
+    def on_message_complete(self) -> None:
+        if not self.is_asking_for_more:
+            super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and all(cycle.response_complete for cycle in self._cycles):
