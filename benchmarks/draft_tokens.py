@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sysconfig
 import tempfile
@@ -19,11 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from backend import LLM, SamplingParams
+from backend import LLM
 from backend.config import BUNDLED_MODEL
 from backend.model_checks import check_model
-from benchmarks.trees import Server
-from benchmarks.workloads import completion_prompts
+from benchmarks.trees import Server, add_arguments, take_turns
 from training.data import Reader, choose_draft_ids
 
 
@@ -33,12 +31,7 @@ def main() -> None:
     parser.add_argument("--speculative", type=json.loads, default={"method": "mtp", "num_speculative_tokens": 3}, metavar="JSON", help="the drafter")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 1024, 512, 256], help="tokens that may be drafted")
     parser.add_argument("--data", type=Path, nargs="+", help="texts whose tokens are counted; default: the modules of Python's library")
-    parser.add_argument("--batch", type=int, default=1, help="requests at once")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--device", default="auto")
+    add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     spec = check_model(args.model)
@@ -55,16 +48,7 @@ def main() -> None:
         for server in servers:
             options = {"device": args.device, "enable_prefix_caching": False, "kv_cache_memory": "256MiB", "max_batch_size": args.batch}
             server.llm = LLM(str(args.model), speculative_config=server.speculative, **options)
-    prompts = completion_prompts(args.prompts, (200, 800), seed=2)
-    params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True)
-    for server in servers:  # what is compiled or remembered
-        server.run(prompts[: args.batch], params, args.batch)
-        server.seconds, server.emitted, server.steps, server.drafted = [], 0, 0, 0
-    order = list(servers)
-    for turn in range(args.turns):
-        random.Random(turn).shuffle(order)
-        for server in order:
-            server.run(prompts, params, args.batch)
+    take_turns(servers, args)
     plain, whole = servers[:2]
     print(f"of {spec.vocab_size} tokens\n| may be drafted | of the texts | tokens a step | x plain | x all | the same tokens |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -64,25 +64,8 @@ def servers_of(base: dict[str, Any], budgets: list[int], depth: int, top_k: int 
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder; default: the bundled model")
-    parser.add_argument("--speculative", type=json.loads, default={"method": "mtp"}, metavar="JSON", help="the drafter")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16], help="drafts that a step verifies")
-    parser.add_argument("--depth", type=int, default=6, help="of trees")
-    parser.add_argument("--top-k", type=int, help="candidates that may follow a draft of a tree")
-    parser.add_argument("--batch", type=int, default=1, help="requests at once")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--device", default="auto")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    servers = servers_of(args.speculative, args.budgets, args.depth, args.top_k)
-    options = {"device": args.device, "enable_prefix_caching": False, **({"model": args.model} if args.model else {})}
-    for server in servers:
-        server.llm = LLM(speculative_config=server.speculative, kv_cache_memory="256MiB", max_batch_size=args.batch, **options)
+def take_turns(servers: list[Server], args: argparse.Namespace) -> None:
+    """At the same prompts of real code, in an order of its own each turn."""
     prompts = completion_prompts(args.prompts, (200, 800), seed=2)
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True)
     for server in servers:  # what is compiled or remembered
@@ -93,6 +76,33 @@ def main() -> None:
         random.Random(turn).shuffle(order)
         for server in order:
             server.run(prompts, params, args.batch)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `take_turns` reads."""
+    parser.add_argument("--batch", type=int, default=1, help="requests at once")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--device", default="auto")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder; default: the bundled model")
+    parser.add_argument("--speculative", type=json.loads, default={"method": "mtp"}, metavar="JSON", help="the drafter")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16], help="drafts that a step verifies")
+    parser.add_argument("--depth", type=int, default=6, help="of trees")
+    parser.add_argument("--top-k", type=int, help="candidates that may follow a draft of a tree")
+    add_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    servers = servers_of(args.speculative, args.budgets, args.depth, args.top_k)
+    options = {"device": args.device, "enable_prefix_caching": False, **({"model": args.model} if args.model else {})}
+    for server in servers:
+        server.llm = LLM(speculative_config=server.speculative, kv_cache_memory="256MiB", max_batch_size=args.batch, **options)
+    take_turns(servers, args)
     plain = servers[0]
     print("| drafts | drafts a step | tokens a step | x plain | the same tokens |\n|---|---|---|---|---|")
     for server in servers:
