@@ -36,27 +36,26 @@ def check_password(config: DisaggregationConfig) -> None:
 
 def find_corpus(paths: tuple[str, ...]) -> list[str]:
     """The files of `suffix_decoding_corpus`, by absolute paths. Raises ModelError."""
-    found = [settle_path(Path(path)) for path in paths]
-    for path in found:
-        try:
-            check_ascii("file", path, MOVED)
-            check_regular(path)
-        except ModelError as error:
-            raise ModelError(f"speculative_config.suffix_decoding_corpus: {error}") from None
-    return [str(path) for path in found]
+    return [str(_find("speculative_config.suffix_decoding_corpus", path)) for path in paths]
 
 
 def find_token_map(path: str, vocab_size: int) -> str:
     """The file of `draft_token_map`, by its absolute path. Raises ConfigError, ModelError."""
+    found = _find(KEY, path)
+    if found.suffix.lower() not in PICKLED:  # which take torch to read
+        read_token_map(found, vocab_size)
+    return str(found)
+
+
+def _find(key: str, path: str) -> Path:
+    """A file that a key names, by its absolute path. Raises ModelError."""
     found = settle_path(Path(path))
     try:
         check_ascii("file", found, MOVED)
         check_regular(found)
     except ModelError as error:
-        raise ModelError(f"{KEY}: {error}") from None
-    if found.suffix.lower() not in PICKLED:  # which take torch to read
-        read_token_map(found, vocab_size)
-    return str(found)
+        raise ModelError(f"{key}: {error}") from None
+    return found
 
 
 def _explain(error: Exception) -> str:

@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from backend import SamplingParams
+from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.errors import ConfigError, ModelError
 from backend.models import load_model
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
+from backend.rank_processes import describe_self
+from backend.text import Tokenizer
 from backend.token_map import read_token_map
 from deploy.cli import main
+from deploy.launcher import model_parameters
 from tests import test_block_drafters as blocks
 from tests import test_draft_heads as heads
 from tests import test_eagle as eagles
@@ -145,6 +149,26 @@ def test_a_head_in_few_bits(family: str, scheme: str | None, tmp_path: Path) -> 
         torch.testing.assert_close(few, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_ranks_agree_on_the_tokens(tmp_path: Path) -> None:
+    """Wherever each has them: other drafts on one of them would part their ways."""
+
+    def describe(name: str, ids: list[int]) -> Any:
+        (tmp_path / name).write_text(json.dumps(ids))
+        values = {"model": str(BUNDLED_MODEL), "speculative_config": {"method": "mtp", "draft_token_map": str(tmp_path / name)}}
+        return describe_self(EngineConfig.from_dict(values), 0)
+
+    one = describe("one.json", [1, 2, 3])
+    assert not one.differences(describe("same.json", [1, 2, 3]))
+    assert "draft_token_map" in one.differences(describe("other.json", [1, 2, 4]))
+
+
+def test_the_drafter_in_another_process_is_told(tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text("[1, 2]")
+    values = {"speculative_config": {"method": "mtp", "placement": "bls", "draft_token_map": str(tmp_path / "map.json")}}
+    parameters = model_parameters(values, EngineConfig.from_dict(values), BUNDLED_MODEL)
+    assert parameters["mtp_drafter"]["draft_token_map"] == str(tmp_path / "map.json")
+
+
 @pytest.mark.parametrize("suffix", [".json", ".pt"])
 def test_what_a_file_may_hold(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"map{suffix}"
@@ -206,9 +230,6 @@ def test_a_drafter_with_tokens_of_its_own(make: Callable[[Path], Made], names: s
 
 def test_a_map_is_made_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tokens that they have most, and the end of answers; it is not written over."""
-    from backend.config import BUNDLED_MODEL
-    from backend.text import Tokenizer
-
     text = "def read(path):\n    return path\n" * 20
     (tmp_path / "code.py").write_text(text)
     command = ["token-map", str(BUNDLED_MODEL), "--data", str(tmp_path / "code.py"), "--size", "8", "--out", str(tmp_path / "map.json")]

@@ -62,9 +62,9 @@ class DraftModel:
             logger.warning("%s: max_position_embeddings is %d; contexts of %d are served: drafts past it may be worse", spec.where, own, context_len)
         self._vocab_size, self._own_of, self._target_ids, own_ids = target.vocab_size, None, None, None
         if has_other_tokens or target.draft_ids is not None:
-            chosen = _choose_tokens(directory, target_directory, spec.vocab_size, target, has_other_tokens=has_other_tokens)
-            own_ids, self._target_ids = chosen[0], chosen[1].to(device)
-            self._own_of = None if chosen[2] is None else chosen[2].to(device)
+            folders = (directory, target_directory)
+            own_ids, target_ids, own_of = _choose_tokens(*folders, spec.vocab_size, target, has_other_tokens=has_other_tokens)
+            self._target_ids, self._own_of = target_ids.to(device), None if own_of is None else own_of.to(device)
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
             arguments = (spec, checkpoint, dtype, device, ranks, context_len)
             self._model = Decoder(*arguments, quantization=quantization, draft_ids=own_ids, only_drafts=True)
