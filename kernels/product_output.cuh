@@ -16,16 +16,16 @@ struct Output {
   __device__ __forceinline__ uint4 load_residual(int token, int n) const {
     return !GATED && residual && has(token, n) ? __ldcg(reinterpret_cast<const uint4*>(residual + size_t(token) * width + n)) : uint4();
   }
-  // Two columns' sums of a token whose row has this scale.
-  __device__ __forceinline__ uint32_t round(int n, const float* sums, const float* up_sums, float row_scale) const {
+  // Of two columns, of gate's part or of up's. Whoever asks for them when the products are made waits for the memory.
+  __device__ __forceinline__ float2 load_scales(int n, int part) const {
+    return CODES && n < width ? __ldg(reinterpret_cast<const float2*>(column_scales + part * width + n)) : float2();
+  }
+  // Two columns' sums of a token, and the scales of its row and of the columns.
+  __device__ __forceinline__ uint32_t round(int n, const float* sums, const float* up_sums, float row_scale, float2 own, float2 up_own) const {
     float c[2] = {sums[0], sums[1]}, up[2] = {up_sums[0], up_sums[1]};
     if constexpr (CODES) {
-      const auto scale = [&](float(&v)[2], const float* scales) {
-        const float2 own = n < width ? __ldg(reinterpret_cast<const float2*>(scales + n)) : float2();
-        v[0] *= own.x * row_scale, v[1] *= own.y * row_scale;
-      };
-      scale(c, column_scales);
-      if constexpr (GATED) scale(up, column_scales + width);
+      c[0] *= own.x * row_scale, c[1] *= own.y * row_scale;
+      up[0] *= up_own.x * row_scale, up[1] *= up_own.y * row_scale;
     }
     Element pair[2];
 #pragma unroll

@@ -199,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               continue;
             }
             const float *c = &sums[4 * block + 2 * half], *up = &sums[4 * (block + (PARTS - 1) * BLOCKS) + 2 * half];
-            words[i] = output.round(column + block * 8 + lane % 4 * 2, c, up, row_scales[half]);
+            const int n = column + block * 8 + lane % 4 * 2;
+            words[i] = output.round(n, c, up, row_scales[half], output.load_scales(n, 0), output.load_scales(n, PARTS - 1));
           }
           transpose(words);
           if (4 * q + lane % 4 < BLOCKS) output.store(token + 8 * half, column + (4 * q + lane % 4) * 8, words, added[half]);

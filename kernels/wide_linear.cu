@@ -10,8 +10,11 @@
 //
 // With CODES x and the weights are e4m3, each row of either with a scale of its own, which its sums are multiplied by.
 //
-// ELEMENT: __nv_bfloat16 or __half; CODES: 0 or 1; TOKENS: 64, 128 or 192, most rows of x; WIDTH: a multiple of 16 up to 192, 224 or 256; SPLIT: 1 or 2; GATED:
-// weight is gate | up, the output silu(gate) * up, and a tile has as many rows of either; STAGES.
+// A stage has room for ROWS of x. Of fewer than 64 the products of the others are of what lies behind them, and go nowhere: what a
+// multiprocessor may have on its way are weights, not rows that there are not.
+//
+// ELEMENT: __nv_bfloat16 or __half; CODES: 0 or 1; TOKENS: 64, 128 or 192; ROWS: most rows of x, TOKENS or, of 64, 8 or 32; WIDTH: a multiple of 16 up
+// to 192, 224 or 256; SPLIT: 1 or 2; GATED: weight is gate | up, the output silu(gate) * up, and a tile has as many rows of either; STAGES.
 #include "dense.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define PIECES (WIDTH > 192 ? 2 : 1)  // of a tile's columns: ptxas refuses an instruction with sums of more
@@ -30,7 +33,7 @@ using Element = ELEMENT;
 using Operand = std::conditional_t<CODES, E4m3, Element>;
 
 constexpr int STEP = CODES ? 128 : 64;  // elements of K in a stage: a swizzled row of 128 bytes
-constexpr int A_BYTES = TOKENS * 128, B_BYTES = WIDTH * 128, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int A_BYTES = ROWS * 128, B_BYTES = WIDTH * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CONSUMERS = TOKENS * 2, THREADS = CONSUMERS + 128;
 constexpr int PARTS = GATED ? 2 : 1;                                            // column blocks of the product for one of the output
 constexpr int OUT_WIDTH = WIDTH / PARTS, BLOCKS = OUT_WIDTH / 8, OWN = BLOCKS / SPLIT;  // in blocks of eight columns
@@ -41,6 +44,10 @@ constexpr int PRODUCER_REGISTERS = 32, SPARE_REGISTERS = (LAUNCH_REGISTERS * THR
 constexpr int CONSUMER_REGISTERS = SPARE_REGISTERS < 240 ? SPARE_REGISTERS : 240;
 // With one warpgroup products of two stages overlap. (ptxas would not let them where half is rounded twice.)
 constexpr int PENDING_STAGES = TOKENS == 64 && !(GATED && std::is_same<Element, __half>::value);
+constexpr bool IS_EARLY = SPLIT > 1 && GROUPS <= 2;  // the residual is asked for before the products, and has registers meanwhile
+constexpr int SCALES = OWN * 4;                      // pairs of a part's columns that a block stores
+static_assert(ROWS == TOKENS || TOKENS == 64, "a descriptor's rows lie one after the other");
+static_assert(SCALES * PARTS <= CONSUMERS, "a thread has a pair");
 static_assert(BLOCKS % SPLIT == 0, "blocks have equal shares of the columns");
 static_assert(SPLIT == 1 || OWN * PARTS * CONSUMERS * 16 <= STAGES * STAGE_BYTES, "the parts have no room");
 
@@ -56,6 +63,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
   __shared__ float row_scales[CODES ? TOKENS : 1];
+  __shared__ float2 column_scales[CODES ? SCALES * PARTS : 1];
   const uint32_t stages = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
   const uint32_t full = uint32_t(__cvta_generic_to_shared(barriers)), empty = full + 8 * STAGES, parts = empty + 8 * STAGES;
   const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, first_tile = blockIdx.x / SPLIT, tile_step = SPLIT > 1 ? num_tiles : gridDim.x;
@@ -106,19 +114,40 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     const auto release = [&](int stage) {
       if (lane == 0) arrive(empty + 8 * stage);
     };
+    const auto first_column = [&](int tile) { return tile * OUT_WIDTH + rank * OWN * 8; };
+    const auto load_scales = [&](int tile) {
+      return thread < SCALES * PARTS ? output.load_scales(first_column(tile) + thread % SCALES * 2, thread / SCALES) : float2();
+    };
+    const auto keep_scales = [&](float2 pair) {
+      if (thread < SCALES * PARTS) column_scales[thread] = pair;
+    };
+    const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); };
+    if constexpr (CODES) keep_scales(load_scales(first_tile));
     // Rows that no copy fills (boxes past a tensor's end are slow): products of whatever is there would cost power, which is what the clock depends on.
-    const int unfilled = (TOKENS - num_rows) * 8;
+    const int unfilled = (ROWS - num_rows) * 8;
     for (int i = thread; i < STAGES * unfilled; i += CONSUMERS) clear_shared(stages + i / unfilled * STAGE_BYTES + num_rows * 128 + i % unfilled * 16);
     publish_to_products();
-    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    meet();
     await_cluster();
     wait_for_earlier();
     if constexpr (CODES) {
       if (thread < TOKENS) row_scales[thread] = thread < M ? __ldcg(token_scales + thread) : 0.0f;
-      asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+      meet();
     }
     int stage = 0, parity = 0;
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
+      const int column = first_column(tile);
+      uint4 added[SPLIT > 1 ? GROUPS : 1][2];
+      const auto load_group = [&](uint4(&to)[2], int q) {
+        for (int half = 0; half < 2; ++half) to[half] = output.load_residual(token + 8 * half, column + (4 * q + lane % 4) * 8);
+      };
+      const auto load_groups = [&] {
+#pragma unroll
+        for (int q = 0; q < GROUPS; ++q) load_group(added[SPLIT > 1 ? q : 0], q);
+      };
+      if constexpr (IS_EARLY) load_groups();
+      float2 own_scales;
+      if (CODES && tile > first_tile) own_scales = load_scales(tile);
       Sums sums;
       for (int step = begin; step < end; ++step) {
         await(full + 8 * stage, parity);
@@ -141,14 +170,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       for (int piece = 0; piece < PIECES; ++piece) hold(sums[piece]);
       if (PENDING_STAGES) release(stage ? stage - 1 : STAGES - 1);
 
-      const int column = tile * OUT_WIDTH + rank * OWN * 8;
-      uint4 added[SPLIT > 1 ? GROUPS : 1][2];
-      const auto load_group = [&](uint4(&to)[2], int q) {
-        for (int half = 0; half < 2; ++half) to[half] = output.load_residual(token + 8 * half, column + (4 * q + lane % 4) * 8);
-      };
+      if (CODES && tile > first_tile) {
+        meet();
+        keep_scales(own_scales);
+        meet();
+      }
       if constexpr (SPLIT > 1) {
-#pragma unroll
-        for (int q = 0; q < GROUPS; ++q) load_group(added[q], q);
+        if constexpr (!IS_EARLY) load_groups();
         arrive_cluster_relaxed(), await_cluster();  // nobody reads stages any more
         const auto cell = [&](int i, int p) { return stages + ((i * PARTS + p) * CONSUMERS + thread) * 16; };
 #pragma unroll
@@ -184,7 +212,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
           for (int i = 0; i < 4; ++i) {
             const int block = 4 * q + i, n = column + block * 8 + lane % 4 * 2;
             const float *c = sum(sums, block) + 2 * half, *up = sum(sums, block + (PARTS - 1) * BLOCKS) + 2 * half;
-            words[i] = block < OWN ? output.round(n, c, up, CODES ? row_scales[token + 8 * half] : 1.0f) : 0;
+            float2 own = {}, up_own = {};
+            if constexpr (CODES) {
+              const int pair = (block < OWN ? block : 0) * 4 + lane % 4;
+              own = column_scales[pair], up_own = column_scales[pair + (PARTS - 1) * SCALES];
+            }
+            words[i] = block < OWN ? output.round(n, c, up, CODES ? row_scales[token + 8 * half] : 1.0f, own, up_own) : 0;
           }
           transpose(words);
           if (4 * q + lane % 4 < OWN) output.store(token + 8 * half, column + (4 * q + lane % 4) * 8, words, added[SPLIT > 1 ? q : 0][half]);

@@ -15,12 +15,13 @@ from kernels.tensor_map import tensor_map
 
 MIN_TOKENS, MAX_TOKENS = 17, 192
 """MIN_TOKENS: fewer are `linear.cu`'s, but for codes."""
-SIZES = (64, 128, 192)
-"""Tokens that a kernel has room for."""
+SIZES, FEW = (64, 128, 192), (8, 32)
+"""Tokens that a kernel has room for; that one of 64 may have room for in place of those."""
 LINE = 128
 """Bytes of a row that are copied at a time."""
 WIDTHS = (*range(32, 193, 16), 224, 256)
 """Rows of weights that a tile may have."""
+MAX_STAGES = 32
 SHARED = 222 * 1024
 """Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
 
@@ -70,8 +71,10 @@ def choose_shape(num_tokens: int, out_size: int, row_bytes: int, dtype: torch.dt
 
     split = 2 if row_bytes >= 4 * LINE and best(128, 2) < best(128, 1) else 1
     width = best(tokens, split)[1]
-    stages = (SHARED - 1024) // ((tokens + width) * LINE)
-    return {"ELEMENT": ELEMENTS[dtype], "TOKENS": tokens, "WIDTH": width, "SPLIT": split, "GATED": int(is_gated), "STAGES": stages}
+    rows = next((size for size in FEW if num_tokens <= size), tokens)
+    stages = (SHARED - 1024 - max(64 - rows, 0) * LINE) // ((rows + width) * LINE)  # products read 64 rows
+    sizes = {"TOKENS": tokens, "ROWS": rows, "WIDTH": width, "SPLIT": split, "STAGES": min(stages, MAX_STAGES)}
+    return {"ELEMENT": ELEMENTS[dtype], "GATED": int(is_gated), **sizes}
 
 
 def launch(

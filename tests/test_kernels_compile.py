@@ -72,7 +72,7 @@ DEFINES = {
         "SHARED": 110 * 1024,
     },
     "wide_experts": {"ELEMENT": "__nv_bfloat16", "GATED": 1, "GATHER": 1, "SHARED": 222 * 1024},
-    "wide_linear": {"ELEMENT": "__nv_bfloat16", "CODES": 0, "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
+    "wide_linear": {"ELEMENT": "__nv_bfloat16", "CODES": 0, "TOKENS": 64, "ROWS": 32, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 17},
     "token_mask": {"LOGIT": 1},
     "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512, "RING": 4},
 }
@@ -209,12 +209,15 @@ def test_a_struct_that_python_does_not_know_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_tiles_of_wide_products(out_size: int, in_size: int, is_gated: bool, size: int) -> None:
     """The order in which terms are added is the same for every number of tokens, and no tile is larger than shared memory or registers allow."""
-    shapes = [wide_linear.choose_shape(tokens, out_size, in_size * size, torch.bfloat16, is_gated, 132) for tokens in (1, 64, 65, 128, 129, 192)]
+    shapes = [
+        wide_linear.choose_shape(tokens, out_size, in_size * size, torch.bfloat16, is_gated, 132) for tokens in (1, 8, 9, 32, 64, 65, 128, 129, 192)
+    ]
     assert len({shape["SPLIT"] for shape in shapes}) == 1
     for shape in shapes:
-        tokens, width, split, stages = (int(shape[key]) for key in ("TOKENS", "WIDTH", "SPLIT", "STAGES"))
+        tokens, rows, width, split, stages = (int(shape[key]) for key in ("TOKENS", "ROWS", "WIDTH", "SPLIT", "STAGES"))
         assert width in wide_linear.WIDTHS and width % (8 * split * (1 + is_gated)) == 0 and width * tokens <= 192 * 224
-        assert stages >= 3 and stages * (tokens + width) * 128 + 1024 <= wide_linear.SHARED
+        # A product reads 64 rows, also of a last stage that has room for fewer.
+        assert rows in (8, 32, tokens) and stages >= 3 and stages * (rows + width) * 128 + (max(rows, 64) - rows) * 128 + 1024 <= wide_linear.SHARED
 
 
 @pytest.mark.parametrize("grouped", [0, 1])
