@@ -13,8 +13,9 @@
 // digits of 4 bits, as e4m3's numbers below 16 * 2^-9 are those of its bytes. What zeros take off is zero times a sum of x's codes, which x comes with.
 //
 // ELEMENT, KIND, ZEROS: see quantized.cuh; ROUNDED: 0, or 1 where scales are of groups and KIND is not 0; SPAN: units that share a scale; GROUPED: scales
-// are of group_size columns each, or there are zeros; TOKENS: 16 (ROUNDED, without SPLIT), 32, 64, 128 or 192 (not of 4 bits), most rows of x; SPLIT: 1 or
-// 2; GATED: weights are gate | up, the output silu(gate) * up, and a tile has as many rows of either; UNITS: 1, 2 or 4; STAGES.
+// are of group_size columns each, or there are zeros; TOKENS: 16 (ROUNDED, without SPLIT), 32, 64, 128 or 192 (not of 4 bits); ROWS: most rows of x, TOKENS
+// or, of up to 32, 8: products of columns that there are not go nowhere, as in wide_linear.cu; SPLIT: 1 or 2; GATED: weights are gate | up, the output
+// silu(gate) * up, and a tile has as many rows of either; UNITS: 1, 2 or 4; STAGES.
 #include "quantized.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define CLUSTER SPLIT
@@ -124,8 +125,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   const int read_row = (GATED ? warp * 8 : warp * 16 + lane / 8 % 2 * 8) + lane % 8;
   const auto read_place = [&](int unit, int pair) {
     const int piece = unit * 4 % (LINE / 16) + pair * 2 + lane / 16, swizzled = piece ^ (LINE == 128 ? read_row % 8 : read_row / 2 % 4);
-    constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of a copied block
-    return ALL_TOKEN_BYTES + (GATED ? lane / 8 % 2 * (CODE_BYTES / 2) : 0) + unit * UNIT / LINE * ROWS * LINE + read_row * LINE + swizzled * 16;
+    constexpr int COPIED = GATED ? TILE / 2 : TILE;  // rows of a block
+    return ALL_TOKEN_BYTES + (GATED ? lane / 8 % 2 * (CODE_BYTES / 2) : 0) + unit * UNIT / LINE * COPIED * LINE + read_row * LINE + swizzled * 16;
   };
 
   int count = 0;  // of the block's steps so far
@@ -138,6 +139,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
         const int row = GATED ? first_row + warp * 8 + g + i * num_outputs : first_row + rows[i];
         if (GATED ? first_row + warp * 8 + g < num_outputs : row < N) channel[i] = __ldg(scales + row);
       }
+    const int first_token = (group * HALF + rank * OWN) * 8;
+    constexpr int OUTPUT_LINES = OUTPUTS / 8;
+    const auto place_of = [&](int i) { return size_t(first_token + i / OUTPUT_LINES) * num_outputs + first_row + i % OUTPUT_LINES * 8; };
+    const auto is_stored = [&](int i) {
+      return i < OWN * 8 * OUTPUT_LINES && first_token + i / OUTPUT_LINES < M && first_row + i % OUTPUT_LINES * 8 < num_outputs;
+    };
+    // What a thread's first outputs are added to, where rows are few: asked for before the products.
+    Vector<Element> first_added;
+    if (ROWS < TOKENS && residual && is_stored(own_thread)) first_added = load_fresh(residual + place_of(own_thread));
     Sums sums;
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block)
@@ -362,7 +372,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     meet<1, CONSUMERS>();  // what was exchanged has been read
 
     // Rounded outputs by token, so that whole lines are stored.
-    const int first_token = (group * HALF + rank * OWN) * 8;
     float added[2] = {0, 0};
     if (bias) {
 #pragma unroll
@@ -388,19 +397,16 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
         else keep(token, rows[0], values[0]), keep(token, rows[1], values[1]);
       }
     meet_group(group);
-    constexpr int LINES = OUTPUTS / 8;
-    for (int i = own_thread; i < OWN * 8 * LINES; i += 128) {
-      const int token = first_token + i / LINES, output = first_row + i % LINES * 8;
-      if (token >= M || output >= num_outputs) continue;
-      const float4 line = load_shared(exchange + token * PITCH + i % LINES * 16);
+    for (int i = own_thread; i < OWN * 8 * OUTPUT_LINES; i += 128) {
+      if (!is_stored(i)) continue;
+      const float4 line = load_shared(exchange + (first_token + i / OUTPUT_LINES) * PITCH + i % OUTPUT_LINES * 16);
       Vector<Element> v(*reinterpret_cast<const uint4*>(&line));
-      const size_t target = size_t(token) * num_outputs + output;
       if (residual) {
-        const Vector<Element> before = load_fresh(residual + target);
+        const Vector<Element> before = ROWS < TOKENS && i == own_thread ? first_added : load_fresh(residual + place_of(i));
 #pragma unroll
         for (int e = 0; e < 8; ++e) v.values[e] = from_float<Element>(to_float(before.values[e]) + to_float(v.values[e]));
       }
-      store(out + target, v);
+      store(out + place_of(i), v);
     }
     if constexpr (SPLIT == 1) meet<1, CONSUMERS>();  // outputs have been read where the next tile's sums will lie
   }

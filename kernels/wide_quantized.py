@@ -19,8 +19,8 @@ MAX_TOKENS, MAX_4_BIT_TOKENS = 192, 128
 MIN_TOKENS, MIN_GROUPED_TOKENS = 1, 9
 """Fewer are `linear.cu`'s, but for rounded x: where scales are of groups it is faster for them, and one request's drafts are verified with the sums
 of plain decoding in either."""
-SIZES, LEAST_SIZE = (32, 64, 128, 192), 16
-"""Tokens that a kernel has room for; LEAST_SIZE: where x is rounded and nothing is split."""
+SIZES, LEAST_SIZE, FEW = (32, 64, 128, 192), 16, 8
+"""Tokens that a kernel has room for; LEAST_SIZE: where x is rounded and nothing is split; FEW: rows that stages of the least sizes may have."""
 TILE, THREADS = 64, 384
 SHARED = 222 * 1024
 """Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
@@ -70,19 +70,20 @@ def choose_shape(
     split = 2 if 2 * num_tiles <= num_multiprocessors and num_units >= 8 else 1
     sizes = (LEAST_SIZE, *SIZES) if is_rounded and split == 1 else SIZES
     tokens = next(size for size in sizes if num_tokens <= size)
+    rows = FEW if num_tokens <= FEW else tokens
     room = SHARED - 1024 - tokens * TILE * (6 if split > 1 else 4)  # but what sums are exchanged in
     span = 2 if is_rounded and can_span and num_units % (4 * split) == 0 else 1
     token_bytes, sum_bytes = (64, parts * tokens * 4 if parts == 2 else 0) if is_rounded else (128, 0)
     most = 8 if is_rounded and tokens <= SIZES[0] else 4  # parts of units to a step, which registers are for
     for units in (4, 2, 1):
         beside = units // span * (lines * TILE * 4 + sum_bytes)
-        stage_bytes = -(-(units * (parts * tokens * token_bytes + TILE * STEP) + beside) // 1024) * 1024
+        stage_bytes = -(-(units * (parts * rows * token_bytes + TILE * STEP) + beside) // 1024) * 1024
         stages = min(MAX_STAGES, room // stage_bytes // GROUPS * GROUPS)
         # Warpgroups have halves of a block's K, whatever the size of a step.
         is_even = num_units % (2 * split * units) == 0
         if units == span or (is_even and units * parts <= most and stages >= LEAST_STAGES):
             break
-    return {"TOKENS": tokens, "SPLIT": split, "UNITS": units, "STAGES": stages, "ROUNDED": int(is_rounded), "SPAN": span}
+    return {"TOKENS": tokens, "ROWS": rows, "SPLIT": split, "UNITS": units, "STAGES": stages, "ROUNDED": int(is_rounded), "SPAN": span}
 
 
 def launch(

@@ -12,7 +12,7 @@
 constexpr int TILE = 64, UNIT = 64, STEP = UNITS * UNIT;  // rows of a tile; bytes of each of a unit, and columns of each part; of a step
 constexpr int LINE = UNITS > 1 ? 128 : 64, LINES = STEP / LINE;  // bytes that lie together in shared memory, swizzled
 constexpr int TOKEN_BYTES = ROUNDED ? 64 : 128;  // of a token's columns of a unit
-constexpr int ALL_TOKEN_BYTES = PARTS * UNITS * TOKENS * TOKEN_BYTES, CODE_BYTES = TILE * STEP, ROW_BYTES = TILE * 4;  // ROW_BYTES: of the rows' scales
+constexpr int ALL_TOKEN_BYTES = PARTS * UNITS * ROWS * TOKEN_BYTES, CODE_BYTES = TILE * STEP, ROW_BYTES = TILE * 4;  // ROW_BYTES: of the rows' scales
 constexpr int SPANS = UNITS / SPAN * PARTS;  // of a step, that have scales of their own
 constexpr int SUM_LINES = ROUNDED && KIND == 2 ? SPANS : 0, LINE_BYTES = TOKENS * 4;  // of sums of x's codes, which belong to a span
 constexpr int SCALE_PLACE = ALL_TOKEN_BYTES + CODE_BYTES, ZERO_PLACE = SCALE_PLACE + (GROUPED ? SPANS * ROW_BYTES : 0);
@@ -25,6 +25,7 @@ constexpr int SUM_BYTES = TOKENS * TILE * 4, REMOTE_BYTES = SPLIT > 1 ? SUM_BYTE
 // As many registers as leave room for other kernels' blocks, but where a thread has many sums.
 constexpr int MOST_THREADS = GROUPED && TOKENS > 64 ? 384 : 512, LAUNCH_REGISTERS = 65536 / MOST_THREADS / 8 * 8, PRODUCER_REGISTERS = GROUPED ? 56 : 32;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMERS / 8 * 8;
+static_assert(ROWS == TOKENS || (ROWS == 8 && TOKENS <= 32), "a product reads what lies behind the rows, which is the stage's own");
 static_assert(TOKENS * PITCH <= SUM_BYTES, "outputs have no room where sums were");
 // A barrier's wait cannot tell a phase from the one after the next, so a stage belongs to one warpgroup.
 static_assert(STAGES % GROUPS == 0, "warpgroups have stages of their own");

@@ -50,6 +50,7 @@ DEFINES = {
         "ZEROS": 1,
         "GROUPED": 1,
         "TOKENS": 128,
+        "ROWS": 128,
         "SPLIT": 1,
         "GATED": 1,
         "UNITS": 2,
@@ -278,7 +279,7 @@ def test_shapes_of_wide_products_of_stored_weights() -> None:
     for tiles, units in itertools.product((1, 20, 66, 67, 448), (1, 2, 3, 5, 8, 10, 24, 64, 172, 224)):
         for (parts, lines, most), rounds in itertools.product(kinds, (0, 1, 2)):
             given = (parts, lines, 132, rounds > 0, rounds > 1)
-            shapes = [wide_quantized.choose_shape(tokens, tiles, units, *given) for tokens in (1, 40, 100, most)]
+            shapes = [wide_quantized.choose_shape(tokens, tiles, units, *given) for tokens in (1, 9, 40, 100, most)]
             assert len({(shape["SPLIT"], shape["SPAN"]) for shape in shapes}) == 1
             assert all(int(shape["STAGES"]) >= 4 and int(shape["STAGES"]) % 2 == 0 for shape in shapes)
             own = units // int(shapes[0]["SPLIT"])
