@@ -224,11 +224,13 @@ class Sizes:
 
 
 def read_sizes(values: Values, head_dim: int | None = None) -> Sizes:
-    """head_dim: the family's own where the file has none; None: hidden / heads."""
+    """head_dim: the family's own where the file does not name it; None: hidden / heads, as where the file says null."""
     hidden, num_q = values.integer("hidden_size", 2**17), values.integer("num_attention_heads", 1024)
     num_kv = values.integer("num_key_value_heads", num_q) if values.has("num_key_value_heads") else num_q
     if num_q % num_kv:
         raise values.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({num_q})")
+    if values.names("head_dim"):
+        head_dim = None
     if not values.has("head_dim") and head_dim is None and hidden % num_q:
         raise values.refuse("num_attention_heads", f"a divisor of hidden_size ({hidden}), where there is no head_dim")
     size = values.integer("head_dim", 1024, default=head_dim or hidden // num_q)
