@@ -34,6 +34,8 @@ class WeightList:
     """Those that config.json says nothing of, or that there are none: whoever has them is told that they are used."""
     rounded: dict[str, Literal["dense", "moe"]] = field(default_factory=dict)
     """Projections (without `.weight`) that are rounded where their kind is: see backend/quantization_config.py."""
+    zeros: Shapes = field(default_factory=dict)
+    """Biases that nothing adds: AutoGPTQ's first versions wrote some for every projection. They may be there, and all zero."""
     ids: Shapes = field(default_factory=dict)
     """Integers that have to be there."""
     ignored: set[str] = field(default_factory=set)
@@ -51,12 +53,14 @@ class WeightList:
         self.optional += [{name: shape} for name, shape in shapes.items()]
         self.unspoken |= other.unspoken
         self.rounded |= other.rounded
+        self.zeros |= other.zeros
 
     def add_plain(self, projection: Projection, kind: Literal["dense", "moe"] | None = None) -> None:
         """One that has no bias. kind: what it is rounded as; None: never."""
         if kind is not None:
             self.rounded[projection.name] = kind
         self.required[f"{projection.name}.weight"] = (projection.out_features, projection.in_features)
+        self.zeros[f"{projection.name}.bias"] = (projection.out_features,)
 
     def add(self, *projections: Projection) -> None:
         """Projections of one input, whose biases go together."""
