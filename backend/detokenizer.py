@@ -220,7 +220,12 @@ class Detokenizer:
     @property
     def num_held(self) -> int:
         """Whole characters of tokens that were pushed, which are not certain."""
-        return self._joiner.num_held
+        return self._joiner.num_held - self._num_stripped
+
+    @property
+    def _num_stripped(self) -> int:
+        """Of what the joiner holds, the characters that the text's beginning loses."""
+        return 0 if self._strip is None else self._strip.count_start(self._joiner.begin(self._strip.num_left))
 
     def peek(self, limit: int) -> tuple[str, int]:
         """The last `limit` characters, or more, of what `flush` would write, and how many are before them.
@@ -228,7 +233,10 @@ class Detokenizer:
         Nothing while a character is incomplete.
         """
         text, num_before = self._joiner.peek(limit)
-        return (text if self._strip is None or not text else self._strip.peek(text, num_before)), num_before
+        if self._strip is None or not text:
+            return text, num_before
+        num_stripped = self._num_stripped
+        return self._strip.peek(text[max(num_stripped - num_before, 0) :]), max(num_before - num_stripped, 0)
 
     def flush(self) -> str:
         """The rest, when no token follows."""

@@ -172,18 +172,18 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         tools: Tools | None = None,
-        fills_context: bool = False,
+        is_length_default: bool = False,
         template_variables: dict[str, Any] | None = None,
         truncation: Truncation | None = None,
     ) -> None:
         """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
-        timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call. fills_context: max_tokens is what
-        the prompt leaves of the context, or of what the cache holds. template_variables: of a chat, beside those that every template is given;
-        truncation: of a prompt that is too long.
+        timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call. is_length_default: the request does
+        not say max_tokens: at most what the prompt leaves of the context, or of what the cache holds. template_variables: of a chat, beside those
+        that every template is given; truncation: of a prompt that is too long.
         Raises RequestError, ConfigError (both the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        most = self.scheduler.max_num_tokens if fills_context else None
+        most = self.scheduler.max_num_tokens if is_length_default else None
         requests = self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools, most, template_variables, truncation)
         self.submit_requests(requests, on_delta)
 

@@ -91,8 +91,9 @@ class Intake:
     ) -> list[Request]:
         """One request for each of params.n completions. Raises RequestError, ConfigError (both the request's fault).
 
-        timeout: seconds from now; tools: that a chat may call; max_num_tokens: of prompt and output together, where that decides in the place of
-        params.max_tokens; template_variables: of a chat, beside those that every template is given; truncation: of a prompt that is too long.
+        timeout: seconds from now; tools: that a chat may call; max_num_tokens: of prompt and output together, where params.max_tokens is a
+        default that may be beyond it; template_variables: of a chat, beside those that every template is given; truncation: of a prompt that is
+        too long.
         """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
@@ -100,12 +101,12 @@ class Intake:
         if truncation is None:
             token_ids, text = self._read_prompt(prompt, tools, template_variables)
         else:
-            most = truncation.max_prompt_tokens(self._max_model_len, params.max_tokens if max_num_tokens is None else None)
+            most = truncation.max_prompt_tokens(self._max_model_len, params.max_tokens, max_num_tokens is None)
             read = self._fit_chat if truncation.drops_messages else self._read_prompt
             token_ids, text = read(prompt, tools, template_variables, most)
         self._check_vocabulary(params)
         if max_num_tokens is not None:
-            params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
+            params = dataclasses.replace(params, max_tokens=max(1, min(params.max_tokens, max_num_tokens - len(token_ids))))
         asked = self._form_of(params, tools)
         state = self._find_state(prompt, token_ids, text, tools, template_variables)
         grammars = [self.compile(asked, params, tools, state) for _ in range(params.n)]

@@ -29,6 +29,10 @@ class Joiner:
         """Whole characters that are not certain."""
         return 0
 
+    def begin(self, limit: int) -> str:
+        """The first `limit` of them."""
+        return ""
+
     def peek(self, limit: int) -> tuple[str, int]:
         """The last `limit` characters, or more, of what `flush` would write, and how many are before them.
 
@@ -109,6 +113,9 @@ class ByteFallback(Joiner):
     def num_held(self) -> int:
         return len(self._characters)
 
+    def begin(self, limit: int) -> str:
+        return "".join(self._characters[:limit])
+
     def peek(self, limit: int) -> tuple[str, int]:
         if not self._is_valid or self._decoder.getstate()[0]:
             return "", 0
@@ -175,6 +182,9 @@ class Suffixed(Joiner):
     def num_held(self) -> int:
         return len(self.peek(0)[0])
 
+    def begin(self, limit: int) -> str:
+        return self.peek(0)[0][:limit]
+
     def peek(self, limit: int) -> tuple[str, int]:
         return self._latest.replace(self._suffix, ""), 0
 
@@ -201,14 +211,14 @@ class Strip:
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content = content
-        self._num_left = start
+        self.num_left = start
         self._stop = stop
         self._num_held = 0
 
     def push(self, text: str) -> str:
-        if self._num_left and text:
-            bare = self._without_start(text)
-            self._num_left = 0 if bare else self._num_left - len(text)
+        if self.num_left and text:
+            bare = text[self.count_start(text) :]
+            self.num_left = 0 if bare else self.num_left - len(text)
             text = bare
         if not self._stop or not text:
             return text
@@ -216,14 +226,12 @@ class Strip:
         self._num_held = min(self._stop, len(text) - len(text.rstrip(self._content)))
         return text[: len(text) - self._num_held]
 
-    def _without_start(self, text: str) -> str:
-        count = min(self._num_left, len(text) - len(text.lstrip(self._content)))
-        return text[count:]
+    def count_start(self, text: str) -> int:
+        """Characters at its beginning that are dropped, where it is what comes next."""
+        return min(self.num_left, len(text) - len(text.lstrip(self._content)))
 
-    def peek(self, text: str, num_before: int) -> str:
-        """What `push` and the end would leave of a text that is not certain, behind so many characters of its kind."""
-        if not num_before:
-            text = self._without_start(text)
+    def peek(self, text: str) -> str:
+        """What the end would leave of a text."""
         num_cut = min(self._stop, len(text) - len(text.rstrip(self._content)))
         return text[: len(text) - num_cut]
 

@@ -112,6 +112,7 @@ class LLM:
         """
         if isinstance(prompts, (str, dict)):
             prompts = [prompts]
+        is_length_default = sampling_params is None
         if sampling_params is None:
             sampling_params = SamplingParams(**self.sampling_defaults)
         if isinstance(sampling_params, SamplingParams):
@@ -151,7 +152,8 @@ class LLM:
                         text = content if isinstance(content, str) else None
                         ids = (self.engine.tokenizer.encode(content) if content else []) if isinstance(content, str) else content
                         result = Generation(f"llm-{next(self._ids)}", text, ids, [Completion(i) for i in range(params.n)])
-                        self.engine.submit(ids, params, sink_for(result, bar), request_id=result.request_id, speculative=choice)
+                        own = {"request_id": result.request_id, "speculative": choice, "is_length_default": is_length_default}
+                        self.engine.submit(ids, params, sink_for(result, bar), **own)
                         num_open += params.n
                         results.append(result)
                     self.engine.step()
@@ -201,7 +203,8 @@ class LLM:
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         if sampling_params is None:  # as long as it takes
             room = max(1, self.engine.scheduler.max_num_tokens - len(ids))
-            sampling_params = SamplingParams(**{"max_tokens": room, **self.sampling_defaults})
+            own = {**self.sampling_defaults, "max_tokens": min(room, self.sampling_defaults.get("max_tokens", room))}
+            sampling_params = SamplingParams(**own)
         return self.generate({"prompt_token_ids": ids}, sampling_params, **options)
 
 

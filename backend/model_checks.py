@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_end_tokens, find_weights, has_same_weights, open_weights, read_config, read_json
+from backend.model_files import find_end_tokens, find_nonzero, find_weights, has_same_weights, open_weights, read_config, read_json
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
 from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
@@ -316,7 +316,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
     files = find_weights(directory)
     required, extra = _expand(weights.required, files, quantization, directory)
     required |= {name: Expected((shape,), ("I64", "I32")) for name, shape in weights.ids.items()}
-    known, groups = required | extra, []
+    known, groups = required | extra | {name: Expected((shape,)) for name, shape in weights.zeros.items()}, []
     for group in weights.optional:
         own, extra = _expand(group, files, quantization, directory)
         groups.append(own)
@@ -341,6 +341,8 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
             by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
         _check_file(path, {name: known[name] for name in names})
+        if wrong := find_nonzero(path, [name for name in names if name in weights.zeros]):
+            raise ModelError(f"{path}: weight {_describe(wrong)} is not zero; this family adds no biases there")
 
 
 def _expand(

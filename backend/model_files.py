@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,13 +163,32 @@ def has_same_weights(path: Path, name: str, other_path: Path, other: str) -> boo
     return True
 
 
-def _find_weight(path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape, first and last byte of a weight in a file that opened as safetensors."""
+def find_nonzero(path: Path, names: Iterable[str]) -> list[str]:
+    """Those of a safetensors file's weights whose numbers are not all zero."""
+    header, first = _read_header(path)
+    found = []
+    with path.open("rb") as file:
+        for name in names:
+            begin, end = header[name]["data_offsets"]
+            file.seek(first + begin)
+            if any(file.read(end - begin)):
+                found.append(name)
+    return found
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a file that opened as safetensors: what it says of its weights, and where their numbers begin."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(size))[name]
+        return json.loads(file.read(size)), 8 + size
+
+
+def _find_weight(path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape, first and last byte."""
+    header, first = _read_header(path)
+    entry = header[name]
     begin, end = entry["data_offsets"]
-    return entry["dtype"], tuple(entry["shape"]), 8 + size + begin, 8 + size + end
+    return entry["dtype"], tuple(entry["shape"]), first + begin, first + end
 
 
 def find_pickled(directory: Path) -> Path | None:

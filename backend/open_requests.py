@@ -36,18 +36,19 @@ class OpenRequest:
     is_echoed: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     silent: frozenset[int] = frozenset()
-    """Tokens that end it and write nothing, where special tokens are text."""
+    """Tokens that end it and write nothing."""
 
     def read(self, token_ids: list[int]) -> tuple[list[int], str, bool]:
         """The tokens up to a stop string, their text, and whether there is one."""
-        if self.thought.is_over and not self.stream.has_stop and not self.silent:  # as most steps have it
-            return token_ids, self.stream.extend(token_ids), False
+        is_silent = bool(token_ids) and token_ids[-1] in self.silent  # which is the last one, if any is
+        if self.thought.is_over and not self.stream.has_stop:  # as most steps have it
+            return token_ids, self.stream.extend(token_ids[:-1] if is_silent else token_ids), False
         text, first, min_tokens = "", self.request.num_output_tokens, self.request.params.min_tokens
         for count, token_id in enumerate(token_ids, 1):
             if not self.thought.is_over:
                 self.thought.push(token_id)
-            if token_id in self.silent:
-                continue
+            if is_silent and count == len(token_ids):
+                break
             piece, is_stopped = self.stream.append(token_id, first + count > min_tokens)
             text += piece
             if is_stopped:
@@ -103,8 +104,8 @@ class OpenRequests:
         params = request.params
         stream = TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call, params.skip_special_tokens)
         own = OpenRequest(request, sink, stream, ThoughtCount(self._tokenizer, request.begins_thinking), submitted)
-        if not (params.skip_special_tokens or params.include_stop):
-            own.silent = request.stop_ids & set(self._tokenizer.special_ids.values())
+        if not params.include_stop:
+            own.silent = request.stop_ids
         self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
         return own

@@ -64,10 +64,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     include_stop: bool = False
-    """Keep the stop string in the text."""
+    """Keep what ends the completion in the text: the stop string, or the text of the token, be it one of stop_token_ids or the end of text."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    """False: they are text like others, but for one that ends the completion, which is so with `include_stop` alone (as in vLLM)."""
+    """False: they are text like others."""
     logprobs: int | None = None
     """Log-probabilities of the emitted token and of this many likeliest ones, before any parameter acts. With `echo`, of the prompt's tokens
     too, from the second on."""

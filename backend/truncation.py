@@ -39,11 +39,11 @@ class Truncation:
             raise RequestError("truncation auto and truncate_prompt_tokens are two ways to shorten a prompt: give one of them")
         return cls(num_tokens, kind == "auto")
 
-    def max_prompt_tokens(self, max_model_len: int, max_tokens: int | None) -> int:
-        """Of a prompt that is to be shortened. max_tokens: of the answer; None: it may fill the context."""
+    def max_prompt_tokens(self, max_model_len: int, max_tokens: int, is_asked: bool) -> int:
+        """Of a prompt that is to be shortened. max_tokens: of the answer; is_asked: by the request, not by default."""
         if self.num_tokens is not None and self.num_tokens > 0:
             return self.num_tokens
-        room = min(MAX_ROOM if max_tokens is None else max_tokens, max_model_len // 4)
+        room = min(max_tokens if is_asked else min(max_tokens, MAX_ROOM), max_model_len // 4)
         return max_model_len - max(room, 1)
 
 

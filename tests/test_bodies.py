@@ -39,3 +39,11 @@ def test_the_first_unknown_key_is_told_beside_those_of_no_effect() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate(body)
     assert [error["loc"] for error in caught.value.errors()] == [("second",)]
+
+
+def test_names_of_other_servers_are_kept_for_errors() -> None:
+    """SGLang's: the client knows no other."""
+    names = CompletionRequest.model_validate({"prompt": "x", "ebnf": "(", "no_stop_trim": True}).server_names()
+    assert (names["structured_outputs"], names["structured_outputs.grammar"], names["include_stop"]) == ("ebnf", "ebnf", "no_stop_trim")
+    with pytest.raises(ValidationError, match="give one of json_schema, guided_regex, ebnf"):
+        ChatRequest.model_validate({"text": "x", "ebnf": "x", "json_schema": {}, "guided_regex": "x"})

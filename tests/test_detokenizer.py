@@ -255,6 +255,14 @@ def test_bytes_of_tokens_that_may_not_stop() -> None:
     newline, a = ids_of("<0x0A>", "a")
     assert [stream.append(newline, may_stop=False), stream.append(a)] == [("", False), ("\na", False)]
     assert [stream.append(newline, may_stop=False), stream.append(newline)] == [("", False), ("\n", True)]
+    stream = stream_of("Llama-2", ["b"])  # a space that the text's beginning loses is none of it
+    assert [stream.append(i, may_stop=False) for i in ids_of("<0x20>", "<0x0A>")] == [("", False)] * 2
+    assert stream.append(ids_of("b")[0]) == ("\n", True)
+
+
+def test_what_is_stripped_ends_nothing() -> None:
+    stream = stream_of("three spaces", [" "])
+    assert [stream.append(i) for i in ids_of("<0x20>", "<0x20>", "<0x20>", "b")] == [("", False)] * 3 + [("b", False)]
 
 
 def test_a_long_run_of_bytes_is_searched_to_its_end() -> None:

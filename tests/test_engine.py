@@ -242,6 +242,15 @@ class TestEnds:
             prompt = tokenizer.encode("x") + [end] * params.echo
             assert self.outputs(llm, params, {"prompt_token_ids": prompt}).text == expected, options
 
+    def test_the_text_ends_before_the_token_that_ended_it(self, llm):
+        """As vLLM has it, be it special or not: the token is in token_ids, its text there with include_stop alone."""
+        whole = self.outputs(llm, greedy(9))
+        end = whole.token_ids[5]
+        for options, written in (({}, 5), ({"include_stop": True}, 6), ({"stop": ("never",)}, 5)):
+            out = self.outputs(llm, greedy(9, stop_token_ids=(end,), **options))
+            assert out.token_ids == whole.token_ids[:6] and out.finish_reason == "stop"
+            assert out.text == llm.engine.tokenizer.decode(whole.token_ids[:written])
+
     def test_echo(self, llm):
         out = llm.generate("x = 1", greedy(4, echo=True), use_tqdm=False)[0].outputs[0]
         plain = llm.generate("x = 1", greedy(4), use_tqdm=False)[0].outputs[0]

@@ -201,6 +201,14 @@ def test_made_up_weights(family: str, folders: Callable[[str], Path], tmp_path: 
             "long_factor is [1.0, 2.0, 3.0]; it must be a list of 8 numbers above 0",
         ),
         ("phi3", rope("longrope", short_factor=SHORT), "has no 'long_factor'"),
+        # What follows transformers passes over in silence: a length within the scaling, a scaling of all layers, a kind by its older name.
+        (
+            "phi3",
+            rope("longrope", short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=32) | {"original_max_position_embeddings": ...},
+            "original_max_position_embeddings is 32; it must be beside this object",
+        ),
+        ("gemma3_text", rope("linear", factor=8.0), "it must be an object for each type of layer (full_attention, sliding_attention)"),
+        ("gemma3_text", {"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 8.0}}, "type is 'linear'; it must be named rope_type"),
         ("llama", rope("yarn", factor=4.0, beta_fast=-1.0), "beta_fast is -1.0"),
         ("llama", rope("yarn", factor=4.0, attn_factor=0.8), "attn_factor is 0.8; it must be 1"),
         ("llama", rope("yarn", factor=4.0, rope_theta=1), "rope_theta is 1; yarn"),

@@ -36,6 +36,7 @@ WRONG: dict[str, list[Any]] = {
     "num_experts": [1, *NO_COUNT], "num_local_experts": [1, *NO_COUNT], "n_routed_experts": [1, *NO_COUNT], "moe_num_experts": [1, *NO_COUNT],
     "num_experts_per_tok": [9, *NO_COUNT], "moe_k": [9, *NO_COUNT], "moe_intermediate_size": NO_COUNT, "norm_topk_prob": NO_FLAG,
     "routed_scaling_factor": NO_POSITIVE, "n_shared_experts": NO_INDEX, "first_k_dense_replace": NO_INDEX, "decoder_sparse_step": NO_COUNT,
+    "rope_interleave": NO_FLAG,
     "mlp_only_layers": [[-1], [2], ["x"], "x", 5, {}], "moe_layer_interval": NO_COUNT, "moe_norm_min": NO_POSITIVE, "clip_qkv": NO_POSITIVE,
     "kv_lora_rank": NO_COUNT, "q_lora_rank": NO_COUNT, "qk_nope_head_dim": NO_COUNT, "qk_rope_head_dim": [7, *NO_COUNT], "v_head_dim": NO_COUNT,
     "rope_parameters": [0, False, 5, "x", [1]], "rope_scaling": [0, False, 5, "x", [1], {"type": "odd"}, {"rope_type": ""}, {"rope_type": 5}],
@@ -121,9 +122,12 @@ def test_what_no_rotary_embedding_has_is_named(config: dict[str, Any]) -> None:
             assert key in str(caught.value) or (key == "rope_type" and "rope scaling" in str(caught.value)), (key, value)
 
 
+NULL_FLAGS = {key for key, wrong in WRONG.items() if wrong is NO_FLAG}
+
+
 def test_null_is_what_is_not_there(config: dict[str, Any]) -> None:
-    """But of windows and caps, which null takes away."""
-    for key in set(WRONG) & set(config) - {"sliding_window", "final_logit_softcapping", "rope_parameters"}:
+    """But of windows and caps, which null takes away, of flags, which it turns off, and of the heads' size."""
+    for key in set(WRONG) & set(config) - {"sliding_window", "final_logit_softcapping", "rope_parameters", "head_dim"} - NULL_FLAGS:
         without, spec = {name: value for name, value in config.items() if name != key}, None
         try:
             spec = read(without)
@@ -132,6 +136,14 @@ def test_null_is_what_is_not_there(config: dict[str, Any]) -> None:
                 read({**config, key: None})
         else:
             assert read({**config, key: None}) == spec, key
+    for key in NULL_FLAGS & set(config):
+        assert read({**config, key: None}) == read({**config, key: False}), key
+
+
+def test_a_size_of_heads_that_is_null_is_that_of_their_share(config: dict[str, Any]) -> None:
+    """Whatever the family's own is where the file does not name one."""
+    if "kv_lora_rank" not in config:
+        assert read({**config, "hidden_size": 48, "head_dim": None}) == read({**config, "hidden_size": 48, "head_dim": 12})
 
 
 UNLIKE_DEFAULT = {

@@ -253,6 +253,19 @@ def test_tensors_that_do_not_fit(stored: Path, tmp_path: Path) -> None:
     refused(damage(stored, tmp_path / "e", marlin=torch.zeros(2)), "q_proj.marlin would not be used")
 
 
+def test_biases_that_add_nothing(tmp_path: Path) -> None:
+    """AutoGPTQ's first versions wrote some for every projection, experts' too."""
+    make_model(Case("qwen2_moe", config=QWEN2 | {"shared_expert_intermediate_size": 24}), tmp_path / "source")
+    folder, plain = write_checkpoints(tmp_path / "source", Format("gptq", GPTQ | {"group_size": 8}, gptq(size=8)), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    zeros = {f"{name.removesuffix('.scales')}.bias": torch.zeros(scales.shape[1]).half() for name, scales in weights.items() if "scales" in name}
+    save_file(zeros | weights, folder / "model.safetensors")
+    assert_close(own_logits(folder), own_logits(plain))
+    name = "model.layers.1.mlp.experts.2.up_proj.bias"
+    save_file(zeros | weights | {name: torch.full_like(zeros[name], 0.5)}, folder / "model.safetensors")
+    refused(folder, f"weight {name} is not zero; this family adds no biases there")
+
+
 NAN, INFINITE = float("nan"), float("inf")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
-from backend.errors import ModelError
+from backend.errors import ModelError, RequestError
 from backend.sampling_defaults import read_sampling_defaults
 from deploy.cli import main
 
@@ -67,6 +67,18 @@ def test_who_says_nothing_has_them(folder: Path, capsys: pytest.CaptureFixture[s
     plain = LLM(str(folder), generation_config="none")
     assert plain.sampling_defaults == {}
     plain.close()
+
+
+def test_more_tokens_than_there_is_room_for_are_no_reason_to_refuse(folder: Path) -> None:
+    """What is recommended, or taken where nobody says: who asks for so many is told, others have what the context leaves."""
+    for recommended in ({"max_new_tokens": 4096}, {}):  # else 128
+        recommend(folder, temperature=0.0, eos_token_id=1, **recommended)
+        llm = LLM(str(folder), max_model_len=64)
+        results = [*llm.generate("def f(", use_tqdm=False), *llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)]
+        assert [len(r.prompt_token_ids) + len(r.outputs[0].token_ids) for r in results] == [64, 64]
+        with pytest.raises(RequestError, match="max_tokens is 65; the context holds 64 tokens"):
+            llm.generate("def f(", SamplingParams(max_tokens=65), use_tqdm=False)
+        llm.close()
 
 
 def test_a_chat_has_what_is_left_of_the_context(folder: Path) -> None:

@@ -87,8 +87,9 @@ def test_what_never_fits_is_told_by_its_least():
 
 def test_room_for_the_answer():
     most = Truncation(-1).max_prompt_tokens
-    assert [most(2048, n) for n in (1, 100, 1900, None, 0)] == [2047, 1948, 1536, 1536, 2047]
-    assert most(131072, None) == 131072 - 1024 and Truncation(7).max_prompt_tokens(2048, 1900) == 7
+    assert [most(2048, n, True) for n in (1, 100, 1900, 0)] == [2047, 1948, 1536, 2047]
+    assert [most(131072, n, False) for n in (128, 1900, 131072)] == [131072 - 128, *[131072 - 1024] * 2] and most(2048, 2048, False) == 1536
+    assert Truncation(7).max_prompt_tokens(2048, 1900, True) == 7
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ class TritonPythonModel:
                 truncation=call.truncation,
                 priority=call.priority,
                 timeout=None if exchange.deadline is None else max(exchange.deadline - time.monotonic(), LEAST_SECONDS),
-                fills_context=call.fills_context,
+                is_length_default=call.is_length_default,
             )
         except Exception as error:  # whatever it is, it belongs to this request only
             self._refuse(exchange, error)

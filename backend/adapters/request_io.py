@@ -82,8 +82,8 @@ class GenerateCall:
     prompt: Any
     """Text, token ids, or with `is_chat` messages as JSON, which `read_messages` reads."""
     params: SamplingParams
-    fills_context: bool = False
-    """A chat that does not say how long its answer may be: what the prompt leaves of the context."""
+    is_length_default: bool = False
+    """It does not say how long its answer may be: no longer than what the prompt leaves of the context."""
     is_chat: bool = False
     tools: Tools | None = None
     template_variables: dict[str, Any] | None = None
@@ -213,8 +213,7 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
     if len(given) != 1:
         raise RequestError(f"give one of {', '.join(PROMPTS)}; got {' and '.join(given) or 'none'}")
     prompt: Any = values[given[0]] if given[0] == "input_ids" else values[given[0]][0]
-    fills_context = given[0] == "messages" and "max_tokens" not in {**defaults, **values}
-    arguments: dict[str, Any] = {"max_tokens": limits.max_model_len} if fills_context else {}
+    arguments: dict[str, Any] = {"max_tokens": limits.max_model_len} if given[0] == "messages" else {}
     arguments |= defaults
     arguments |= {name: values[name][0] for name in SAMPLING_SCALARS if name in values}
     arguments |= {name: tuple(values[name]) for name in SAMPLING_LISTS if name in values}
@@ -243,7 +242,7 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
         tools=_read_tools(values),
         template_variables=read_template_variables(variables) if variables else None,
         truncation=truncation if truncation != Truncation() else None,
-        fills_context=fills_context,
+        is_length_default="max_tokens" not in values,
         speculative=_json_object("speculative", speculative, MAX_SPECULATIVE_CHARACTERS) if speculative else None,
         priority=values.get("priority", [0])[0],
         timeout=None if timeout_ms is None else timeout_ms / 1000,

@@ -34,6 +34,8 @@ class WeightList:
     """Those that config.json says nothing of, or that there are none: whoever has them is told that they are used."""
     rounded: dict[str, Literal["dense", "moe"]] = field(default_factory=dict)
     """Projections (without `.weight`) that are rounded where their kind is: see backend/quantization_config.py."""
+    zeros: Shapes = field(default_factory=dict)
+    """Biases that nothing adds: AutoGPTQ's first versions wrote some for every projection. They may be there, and all zero."""
     ids: Shapes = field(default_factory=dict)
     """Integers that have to be there."""
     ignored: set[str] = field(default_factory=set)
@@ -51,12 +53,14 @@ class WeightList:
         self.optional += [{name: shape} for name, shape in shapes.items()]
         self.unspoken |= other.unspoken
         self.rounded |= other.rounded
+        self.zeros |= other.zeros
 
     def add_plain(self, projection: Projection, kind: Literal["dense", "moe"] | None = None) -> None:
         """One that has no bias. kind: what it is rounded as; None: never."""
         if kind is not None:
             self.rounded[projection.name] = kind
         self.required[f"{projection.name}.weight"] = (projection.out_features, projection.in_features)
+        self.zeros[f"{projection.name}.bias"] = (projection.out_features,)
 
     def add(self, *projections: Projection) -> None:
         """Projections of one input, whose biases go together."""
@@ -224,11 +228,13 @@ class Sizes:
 
 
 def read_sizes(values: Values, head_dim: int | None = None) -> Sizes:
-    """head_dim: the family's own where the file has none; None: hidden / heads."""
+    """head_dim: the family's own where the file does not name it; None: hidden / heads, as where the file says null."""
     hidden, num_q = values.integer("hidden_size", 2**17), values.integer("num_attention_heads", 1024)
     num_kv = values.integer("num_key_value_heads", num_q) if values.has("num_key_value_heads") else num_q
     if num_q % num_kv:
         raise values.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({num_q})")
+    if values.names("head_dim"):
+        head_dim = None
     if not values.has("head_dim") and head_dim is None and hidden % num_q:
         raise values.refuse("num_attention_heads", f"a divisor of hidden_size ({hidden}), where there is no head_dim")
     size = values.integer("head_dim", 1024, default=head_dim or hidden // num_q)

@@ -10,7 +10,7 @@ from backend.errors import ModelError
 
 
 class Values:
-    """Each complaint names file, key, value and limit. A key that is null is one that is not there."""
+    """Each complaint names file, key, value and limit. A key that is null is one that is not there, but for flags."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = values
@@ -41,7 +41,8 @@ class Values:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self._take(key, default)
+        """null is false, as the models' own code has it: they test the value."""
+        value = self._take(key, default and not self.names(key))
         if not isinstance(value, bool):
             raise self.refuse(key, "true or false")
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,8 +98,12 @@ def _find(body: Any, loc: Sequence[str | int], is_missing: bool) -> tuple[str | 
     """The way to a value of the body, of pydantic's, which names the types too that it tried. is_missing: there is none at its end."""
     if isinstance(body, dict) and loc and loc[0] not in body:  # of a field that the client calls otherwise
         loc = next((name for name, own in RENAMED.items() if own == loc[0] and name in body), loc[0]), *loc[1:]
-    found, _ = _walk(body, loc[:-1] if is_missing else loc)
-    return (*found, *loc[-1:]) if is_missing else found
+    if not is_missing:
+        return _walk(body, loc)[0]
+    found, _ = _walk(body, loc[:-1])
+    if found and functools.reduce(lambda value, part: value[part], found, body) is None:  # a key of null, called as a type is: not on the way
+        found = found[:-1]
+    return (*found, *loc[-1:])
 
 
 def _walk(body: Any, loc: Sequence[str | int]) -> tuple[tuple[str | int, ...], bool]:

@@ -91,6 +91,7 @@ class CompletionForm(Form):
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
         """With echo, the prompt's first token has none."""
         entries = chunk.logprobs or []
+        tops = [{show(tokens[top["id"]]): top["logprob"] for top in (entry, *entry["top"])} for entry in entries]  # the token too, as OpenAI has it
         unscored = [None] * (len(chunk.token_ids) - len(entries))
         offsets = []
         for place, piece in enumerate(pieces):
@@ -100,7 +101,7 @@ class CompletionForm(Form):
         return {
             "tokens": [show(tokens[i]) for i in chunk.token_ids],
             "token_logprobs": [*unscored, *(entry["logprob"] for entry in entries)],
-            "top_logprobs": [*unscored, *({show(tokens[top["id"]]): top["logprob"] for top in entry["top"]} for entry in entries)],
+            "top_logprobs": [*unscored, *tops],
             "text_offset": offsets,
         }
 

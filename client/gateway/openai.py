@@ -279,7 +279,7 @@ class ChatRequest(Templated, GenerateRequest):
     def _check_messages(self) -> ChatRequest:
         if (self.messages is None) == (self.text is None):
             raise ValueError("give messages, or text, and not both")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         self.check_is_used(self.messages is not None)
         if self.truncation is not None and self.messages is None:

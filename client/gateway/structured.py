@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from client.gateway.no_ops import RENAMED
 from client.gateway.strict import Strict, drop_unknown
 
 
@@ -55,12 +56,22 @@ class StructuredRequest(Strict):
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    _sent: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Fields that the client calls otherwise, and how."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_names(cls, values: Any, handler: ModelWrapValidatorHandler[StructuredRequest]) -> StructuredRequest:
+        request = handler(values)
+        if isinstance(values, dict):
+            request._sent = {RENAMED[key]: key for key in values if key in RENAMED and RENAMED[key] not in values}
+        return request
 
     @model_validator(mode="after")
     def _check_forms(self) -> StructuredRequest:
         given = [name for name in _FORMS if getattr(self, name) is not None and not isinstance(getattr(self, name), TextFormat)]
         if len(given) > 1:
-            raise ValueError(f"the answer can have one form: give one of {', '.join(given)}")
+            raise ValueError(f"the answer can have one form: give one of {', '.join(self._sent.get(name, name) for name in given)}")
         if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
             raise ValueError("guided_whitespace_pattern has no effect without guided_json")
         if isinstance(self.response_format, SchemaFormat) and self.response_format.json_schema.schema_ is None:
@@ -86,13 +97,14 @@ class StructuredRequest(Strict):
         """What of a request decode calls otherwise: by its names, the client's own."""
         given = next((name for name in _FORMS if getattr(self, name) is not None), "structured_outputs")
         if given == "structured_outputs":
-            return {}
+            return self._sent
         if given != "response_format":
-            return {"structured_outputs": given, f"structured_outputs.{given.removeprefix('guided_')}": given} | {
-                "structured_outputs.whitespace_pattern": "guided_whitespace_pattern"
-            }
+            sent = self._sent.get(given, given)
+            names = {"structured_outputs": sent, f"structured_outputs.{given.removeprefix('guided_')}": sent}
+            return {**self._sent, **names, "structured_outputs.whitespace_pattern": "guided_whitespace_pattern"}
         place = "json_schema.schema" if isinstance(self.response_format, SchemaFormat) else "schema"
-        return {"structured_outputs": given, "structured_outputs.json": f"{given}.{place}", "structured_outputs.json_object": given}
+        names = {"structured_outputs": given, "structured_outputs.json": f"{given}.{place}", "structured_outputs.json_object": given}
+        return {**self._sent, **names}
 
 
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")

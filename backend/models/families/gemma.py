@@ -83,10 +83,20 @@ def gemma2(values: Values) -> DecoderSpec:
     return _decoder(values, dict.fromkeys(LAYER_TYPES, rope), types, has_head_norms=False, soft_cap=soft_cap, logit_soft_cap=30.0)
 
 
+def _check_ropes(values: Values) -> None:
+    """Raises ModelError for what implementations pass over in silence, though whoever wrote it wanted a scaling."""
+    parameters, scaling = values.section("rope_parameters"), values.section("rope_scaling")
+    if not parameters.without(*LAYER_TYPES).is_empty:
+        raise values.refuse("rope_parameters", f"an object for each type of layer ({', '.join(LAYER_TYPES)}): others pass over what is beside them")
+    if scaling.has("type") and not scaling.has("rope_type"):
+        raise scaling.refuse("type", "named rope_type: by the older name not all implementations of this family read it")
+
+
 def gemma3_text(values: Values) -> DecoderSpec:
     pattern = values.integer("sliding_window_pattern", 1024, default=6)
     types = read_layer_types(values, [SLIDING if (i + 1) % pattern else FULL for i in range(read_num_layers(values))])
     head_dim = read_sizes(values, head_dim=256).head_dim
+    _check_ropes(values)
     if values.section("rope_parameters").get(SLIDING) is None:
         # Older files: scaling is of the layers without windows alone.
         sliding = RopeSpec(head_dim, theta=values.number("rope_local_base_freq", 1e15, default=10000.0))

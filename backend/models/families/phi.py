@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.models.rope_spec import read_rope
+from backend.models.rope_spec import ORIGINAL_LEN, find_scaling, read_rope
 from backend.models.spec import (
     ACTIVATIONS,
     DecoderSpec,
@@ -19,11 +19,16 @@ from backend.models.values import Values
 
 ALIASES = {"su": "longrope", "yarn": "longrope"}
 """What LongRoPE is called in its older files."""
+LEN = 4096
+"""Of contexts before they were extended, where the file has none beside the scaling."""
 
 
 def phi3(values: Values) -> DecoderSpec:
     sizes, eps, window = read_sizes(values), read_eps(values), read_window(values)
-    rope = read_rope(values, sizes.head_dim, partial=1.0, aliases=ALIASES, original_len=4096)
+    scaling = find_scaling(values)
+    if not values.has(ORIGINAL_LEN) and scaling.has(ORIGINAL_LEN) and scaling.get(ORIGINAL_LEN) != LEN:
+        raise scaling.refuse(ORIGINAL_LEN, f"beside this object, where others read it, or {LEN}, which they take where it is not")
+    rope = read_rope(values, sizes.head_dim, partial=1.0, aliases=ALIASES, original_len=LEN)
     activation = values.choice("hidden_act", ACTIVATIONS, "silu")
     layers = []
     for i in range(read_num_layers(values)):
