@@ -17,7 +17,7 @@ from backend.metrics import Histogram
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
 MANY, MAX_TURN = 8, 8
-"""Requests that learn from each step where the device is not to wait for Python: of more, as many in turn, each for others like it, but each of
+"""Requests that learn from each step at most where the device is not to wait for Python: of more, some in turn, each for others like it, but each of
 them once in so many steps."""
 LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
 """Steps between two times that a lookup of the host is asked though nobody waits for it, of few requests and of many, for which one of them speaks;
@@ -31,7 +31,7 @@ def listen_every(num_requests: int) -> int:
 
 def often_of(num_requests: int) -> int:
     """Steps that one of a request speaks for, where the device is not to wait for Python."""
-    return min(max(1, num_requests // MANY), MAX_TURN)
+    return min(max(1, -(-num_requests // MANY)), MAX_TURN)
 
 
 class Learning:
