@@ -56,14 +56,13 @@ class Learning:
         *,
         matched: int,
         is_alone: bool,
-        num_requests: int,
+        often: int,
     ) -> None:
-        """See `DraftBudget.learn`. num_requests: in the step."""
+        """See `DraftBudget.learn`. often: see `often_of`."""
         if self._is_exact:
             self._learn_survival(request, chain, num_accepted, tree, 1)
             self._learn_exact(own, chain, num_accepted, has_model, tree)
             return
-        often = often_of(num_requests)
         self._learn_survival(request, chain, num_accepted, tree, often)
         if not own.ability.model or tree is not None:
             return
@@ -83,12 +82,12 @@ class Learning:
     def _learn_survival(self, request: Request, chain: Chain, num_accepted: int, tree: Branches | None, often: int) -> None:
         if not chain:
             return
-        survivals = self._survival.survivals(request.request_id, chain, tree.parents if tree is not None else ())
-        self.predicted[request.speculation.method] += often * sum(survivals)  # type: ignore[assignment]
         if tree is None:
-            self._survival.learn(request.request_id, chain, num_accepted)
+            promised = self._survival.learn(request.request_id, chain, num_accepted)
         else:
+            promised = sum(self._survival.survivals(request.request_id, chain, tree.parents))
             self._survival.learn_tree(request.request_id, chain, tree.parents, tree.path)
+        self.predicted[request.speculation.method] += often * promised  # type: ignore[assignment]
 
     def _learn_exact(self, own: Own, chain: Chain, num_accepted: int, has_model: bool, tree: Branches | None) -> None:
         if not own.ability.model:
