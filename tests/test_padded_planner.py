@@ -77,7 +77,7 @@ def test_what_is_planned_is_captured(method: str, monkeypatch: pytest.MonkeyPatc
         for request in requests:
             request.num_computed_tokens, request.num_steps_ahead = 20 + number, 1
         drafters.budget.begin(requests)
-        held = [planner.is_held(r, drafters.budget.limit(r)) for r in requests]
+        held = [planner.is_held(r) for r in requests]
         if any(held):  # it is read first
             for request in requests:
                 request.num_steps_ahead = 0
@@ -119,9 +119,9 @@ def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatc
 
     assert plan(True, False) == [-1, -1, STEPS, TOP]
     assert plan(False, True) == [-1, -1, 0, TOP] and plan(True, False) == [-1, -1, STEPS, TOP]
-    assert plan(False, False) == [-1, 0, 0, TOP] and not planner.is_held(request, TOP), "it runs ahead without the model"
+    assert plan(False, False) == [-1, 0, 0, TOP] and not planner.is_held(request), "it runs ahead without the model"
     chosen._applied_model = True
-    assert planner.is_held(request, TOP), "to catch up, the host has to name its rows"
+    assert planner.is_held(request), "to catch up, the host has to name its rows"
 
 
 def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch: pytest.MonkeyPatch) -> None:

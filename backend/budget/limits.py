@@ -194,6 +194,11 @@ class Limits:
         shift = min(max(lately / usual, 1 / MAX_SHIFT), MAX_SHIFT) ** DAMPING if usual else 1.0
         return [(drafted, shift * accepted) for drafted, accepted in found]
 
+    @property
+    def is_fresh(self) -> bool:
+        """The choice was made for this step: it is one of those by which limits are held against what was done."""
+        return self._age == 0
+
     def note_actual(self, num_tokens: int, seconds: float) -> None:
         """Of a step: tokens emitted, and what its rows and drafts take by the times measured."""
         self._actual[0] += num_tokens
