@@ -26,7 +26,7 @@ MIN_SHARE = 1e-3
 """Of a bucket that is held to stand, and to fall."""
 PLACES = 10000
 """Buckets from there on are of places."""
-PARTS, MAX_AGE = 8, 16
+PARTS, MAX_AGE = 4, 32
 """Parts of a shift of log-odds that are told apart where many ask in every step, and the steps for which what stood since then is left out."""
 MAX_MATCH, MAX_PLACES, NUM_SHARES = 16, 4, 10
 """Matches, places and probabilities that are told apart."""
