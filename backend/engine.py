@@ -284,7 +284,7 @@ class Engine:
             budget.limit,
             may_preempt=not self._under_way,
             is_held=lambda r: r.request_id in held,
-            max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None else None,
+            max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None and self.scheduler.has_prompts else None,
         )
         self._is_short = batch.is_short
         self.metrics.preemptions += len(batch.preempted)

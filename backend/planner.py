@@ -225,9 +225,9 @@ class Planner:
                 plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
                 step.num_asked += 1
                 step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
-        if place.has_lookup and entry.emits and (limit := min(budget.num_lookup(request), MAX_DRAFTS)):
+        if place.has_lookup and entry.emits and (limit := min(budget.limit(request), MAX_DRAFTS)):
             lookup_limit = limit
-            alone = budget.alone_score(request, model_limit)
+            alone = budget.alone_score(request, model_limit, limit)
             if self._is_exact and drafter_count > MAX_LAG:
                 alone = NEVER  # the model follows so much whatever the lookup finds
             plan.has_lookup = True

@@ -205,7 +205,7 @@ class Simulation:
             limit, num_model, waits = budget.limit(request), budget.num_model(request), budget.waits(request)
             if budget.listens:
                 budget.note_listened(request, TOP, heard)
-            alone = budget.alone_score(request, num_model) if limit else 99
+            alone = budget.alone_score(request, num_model, limit) if limit else 99
             is_alone = num_model > 0 and matched >= alone
             right = min(limit, heard if waits else model if num_model and not is_alone else lookup)
 

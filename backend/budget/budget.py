@@ -286,19 +286,15 @@ class DraftBudget:
             return self._limit(request, own) > 0 and self._asks_all(request)
         return not (own.ability.has_host and self._preference.is_sure(own)) or (own.num_steps + 1) % TRY_EVERY == 0
 
-    def num_lookup(self, request: Request) -> int:
-        """Drafts that the step's own lookup makes, or lengthens the model's to, at most."""
-        return self.limit(request)
-
-    def alone_score(self, request: Request, num_model: int) -> int:
-        """The least score from which the step's lookup drafts alone, and the model is not asked; num_model: drafts that it would make."""
+    def alone_score(self, request: Request, num_model: int, limit: int) -> int:
+        """The least score from which the step's lookup drafts alone, and the model is not asked; num_model: drafts that it would make; limit: those
+        that the lookup makes, or lengthens the model's to, at most."""
         own = self._of(request)
         if not num_model:
             return 1 if self._is_exact else NEVER  # with a score, what it found can be judged
         own.num_steps += 1
         if own.num_steps % TRY_EVERY == 0:
             return 1 if own.num_steps // TRY_EVERY % 2 else NEVER
-        limit = self._limit(request, own)
         if self._is_exact:
             return self._learning.least_score(request, own.ability.lookup, limit, self._prices.model_worth(own))
         if limit != own.alone[0] or own.num_steps % ALONE_EVERY == 0:
