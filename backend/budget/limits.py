@@ -27,7 +27,7 @@ MAX_SHIFT = 4.0
 """How many times as much drafts are held to bring these requests as others like them, at most."""
 DAMPING = 0.5
 """Its power: a request's last ten steps say less than hundreds of others' do."""
-FEW, EVERY_OF_FEW, EVERY, ALIKE = 4, 8, 16, 4
+FEW, EVERY_OF_FEW, EVERY, ALIKE = 4, 4, 16, 4
 """Steps between two choices there, unless requests of another kind come, or the fourth part of them more or less: Python would take longer to choose
 than the device for a small step, and where requests come and go their number is another one in every step."""
 SETTLED = 12
