@@ -284,7 +284,7 @@ class Engine:
             budget.limit,
             may_preempt=not self._under_way,
             is_held=lambda r: r.request_id in held,
-            max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None else None,
+            max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None and self.scheduler.has_prompts else None,
         )
         self._is_short = batch.is_short
         self.metrics.preemptions += len(batch.preempted)
@@ -323,7 +323,7 @@ class Engine:
         Where they are the half of those that decode, that step is waited for: two halves in turn would take twice as many steps.
         """
         decoding = [r for r in self.scheduler.running if r.is_decoding] if self._under_way else []
-        held = {r.request_id for r in decoding if self.planner.is_held(r, self.budget.limit(r))}
+        held = {r.request_id for r in decoding if self.planner.is_held(r)}
         if 2 * len(held) < len(decoding) or not held:
             return held
         self._under_way.finish_all()

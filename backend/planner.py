@@ -81,18 +81,17 @@ class Planner:
         if known is not None:
             self._free.append(known.index)
 
-    def is_held(self, request: Request, limit: int) -> bool:
-        """Whether a request has to sit the next step out, since the host must see what a step under way emits first. limit: most drafts."""
+    def is_held(self, request: Request) -> bool:
+        """Whether a request has to sit the next step out, since the host must see what a step under way emits first."""
         if not request.num_steps_ahead:
             return False
         known = self._known.get(request.request_id)
-        if request.grammar is not None and (known is None or not self._grammars.may_follow(request, known, limit)):
+        if known is None:
+            return request.grammar is not None
+        if request.grammar is not None and not self._grammars.may_follow(request, known, self._budget.limit(request)):
             return True
-        if not limit or known is None:
-            return False
-        if known.place.host and (known.place.waits or self._budget.waits(request)):
-            return True
-        return self._is_behind(request, known)
+        waits = bool(known.place.host) and (known.place.waits or self._budget.waits(request))
+        return (waits or self._is_behind(request, known)) and self._budget.limit(request) > 0
 
     def _is_behind(self, request: Request, known: Known) -> bool:
         """Its drafts are wanted of a model drafter that has to catch up first: of rows that the host names, where workers do not look themselves."""
@@ -226,9 +225,9 @@ class Planner:
                 plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
                 step.num_asked += 1
                 step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
-        if place.has_lookup and entry.emits and (limit := min(budget.num_lookup(request), MAX_DRAFTS)):
+        if place.has_lookup and entry.emits and (limit := min(budget.limit(request), MAX_DRAFTS)):
             lookup_limit = limit
-            alone = budget.alone_score(request, model_limit)
+            alone = budget.alone_score(request, model_limit, limit)
             if self._is_exact and drafter_count > MAX_LAG:
                 alone = NEVER  # the model follows so much whatever the lookup finds
             plan.has_lookup = True

@@ -93,6 +93,11 @@ class Scheduler:
         return sum(r.is_decoding and not r.is_prefill_only for r in self.running)
 
     @property
+    def has_prompts(self) -> bool:
+        """Some prompt is to be computed, should there be room."""
+        return bool(self._waiting) or not all(r.is_decoding for r in self.running)
+
+    @property
     def num_open(self) -> int:
         return len(self._requests)
 

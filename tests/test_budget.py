@@ -145,7 +145,7 @@ class Machine:
         for request, text in requests:
             ability = ABILITIES[request.speculation.method]
             count = budget.num_model(request) if ability.num_model else 0
-            alone = budget.alone_score(request, count) if ability.lookup and budget.num_lookup(request) else NEVER
+            alone = budget.alone_score(request, count, limit) if ability.lookup and (limit := budget.limit(request)) else NEVER
             if self.fixed is not None and ability.num_model:
                 count, alone = self.fixed[0], NEVER if self.fixed[0] else 1
             score, chance = (10, 0.9) if self.numbers.random() < text.copied else (1, 0.03)
@@ -255,7 +255,7 @@ def test_requests_of_one_batch_each_get_what_is_best_for_them() -> None:
 def test_a_lookup_drafts_alone_from_the_score_on_that_pays() -> None:
     machine, requests = Machine(half_bound), make_requests(2, "both", Text((0.6,), copied=0.5))
     machine.speed(requests, 400)
-    assert 1 < machine.budget.alone_score(requests[0][0], STEPS) <= 10
+    assert 1 < machine.budget.alone_score(requests[0][0], STEPS, TOP) <= 10
 
 
 @pytest.mark.parametrize("choice", [{"verify_strategy": "topp"}, {"is_adaptive": False}], ids=["topp", "fixed"])

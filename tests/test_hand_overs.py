@@ -207,7 +207,7 @@ def test_a_lookup_that_spared_the_drafter_a_prompt(llm_all, pair, monkeypatch) -
     """What the drafter has not computed there it computes here, on pages that came: every draft is the one of a single engine."""
     llm, link = pair(False)
 
-    def alone_score(request: Request, num_model: int) -> int:
+    def alone_score(request: Request, num_model: int, limit: int) -> int:
         length = len(request.token_ids)
         return 1 if length == len(request.prompt_token_ids) or length % 3 == 0 else NEVER
 

@@ -77,7 +77,7 @@ def test_what_is_planned_is_captured(method: str, monkeypatch: pytest.MonkeyPatc
         for request in requests:
             request.num_computed_tokens, request.num_steps_ahead = 20 + number, 1
         drafters.budget.begin(requests)
-        held = [planner.is_held(r, drafters.budget.limit(r)) for r in requests]
+        held = [planner.is_held(r) for r in requests]
         if any(held):  # it is read first
             for request in requests:
                 request.num_steps_ahead = 0
@@ -119,9 +119,9 @@ def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatc
 
     assert plan(True, False) == [-1, -1, STEPS, TOP]
     assert plan(False, True) == [-1, -1, 0, TOP] and plan(True, False) == [-1, -1, STEPS, TOP]
-    assert plan(False, False) == [-1, 0, 0, TOP] and not planner.is_held(request, TOP), "it runs ahead without the model"
+    assert plan(False, False) == [-1, 0, 0, TOP] and not planner.is_held(request), "it runs ahead without the model"
     chosen._applied_model = True
-    assert planner.is_held(request, TOP), "to catch up, the host has to name its rows"
+    assert planner.is_held(request), "to catch up, the host has to name its rows"
 
 
 def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
 # -- what is chosen ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "steps"), [(8, 1), (16, 2), (64, 8), (128, 8)])
+@pytest.mark.parametrize(("number", "steps"), [(4, 1), (5, 2), (15, 4), (16, 4), (64, 8), (128, 8)])
 def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step(number: int, steps: int) -> None:
     budget = DraftBudget(lambda request: Ability(lookup="ngram"), is_exact=False)
     own = Speculation("ngram", TOP, is_adaptive=False)
@@ -205,7 +205,7 @@ class Simulation:
             limit, num_model, waits = budget.limit(request), budget.num_model(request), budget.waits(request)
             if budget.listens:
                 budget.note_listened(request, TOP, heard)
-            alone = budget.alone_score(request, num_model) if limit else 99
+            alone = budget.alone_score(request, num_model, limit) if limit else 99
             is_alone = num_model > 0 and matched >= alone
             right = min(limit, heard if waits else model if num_model and not is_alone else lookup)
 

@@ -64,7 +64,7 @@ class DraftBudget:
         self.keeps_up = False
         """The model drafter follows the text in the next step though it is not asked for drafts: the step is a trial without them."""
         self._next_draft_seconds = 0.0
-        self._num_requests = 1
+        self._num_requests = self._often = 1  # steps that one of a request speaks for
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
         self._preference = Preference()
         self.predicted = self._learning.predicted
@@ -116,6 +116,7 @@ class DraftBudget:
         self._trials.end()
         self._applied, self._waits, self.keeps_up = None, False, False
         num_requests = self._num_requests = max(1, len(requests))
+        self._often = often_of(num_requests)
         if not has_choice:
             if self._padded is not None and not requests and self._limits.chosen.limit >= 0:
                 self._applied, self._applied_model, _ = self._limits.chosen  # what a prompt's last step drafts is for a step like those before
@@ -285,19 +286,15 @@ class DraftBudget:
             return self._limit(request, own) > 0 and self._asks_all(request)
         return not (own.ability.has_host and self._preference.is_sure(own)) or (own.num_steps + 1) % TRY_EVERY == 0
 
-    def num_lookup(self, request: Request) -> int:
-        """Drafts that the step's own lookup makes, or lengthens the model's to, at most."""
-        return self.limit(request)
-
-    def alone_score(self, request: Request, num_model: int) -> int:
-        """The least score from which the step's lookup drafts alone, and the model is not asked; num_model: drafts that it would make."""
+    def alone_score(self, request: Request, num_model: int, limit: int) -> int:
+        """The least score from which the step's lookup drafts alone, and the model is not asked; num_model: drafts that it would make; limit: those
+        that the lookup makes, or lengthens the model's to, at most."""
         own = self._of(request)
         if not num_model:
             return 1 if self._is_exact else NEVER  # with a score, what it found can be judged
         own.num_steps += 1
         if own.num_steps % TRY_EVERY == 0:
             return 1 if own.num_steps // TRY_EVERY % 2 else NEVER
-        limit = self._limit(request, own)
         if self._is_exact:
             return self._learning.least_score(request, own.ability.lookup, limit, self._prices.model_worth(own))
         if limit != own.alone[0] or own.num_steps % ALONE_EVERY == 0:
@@ -330,7 +327,7 @@ class DraftBudget:
         if self._is_exact:
             return True
         own.turn += 1
-        return own.turn % often_of(self._num_requests) == 0
+        return own.turn % self._often == 0
 
     def learn(
         self,
@@ -347,8 +344,8 @@ class DraftBudget:
 
         chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not; tree: that
         they are, in the place of a chain; matched: of the step's lookup, whatever was verified; is_alone: its drafts came in the model's place."""
-        own, number = self._of(request), self._num_requests
-        self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, num_requests=number)
+        own, often = self._of(request), self._often
+        self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, often=often)
 
     def observe(self, limits: Sequence[tuple[Request, int, bool]], outcomes: Sequence[tuple[int, int]], step: StepSeen) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its

@@ -57,12 +57,11 @@ class _Counts:
 
     def add_expected(self, count: int, chances: Sequence[float], weight: int) -> None:
         self._extend(count)
-        tries, drafted, accepted, kept, more = self.tries, self.drafted, self.accepted, MEMORY**weight, float(weight)
-        has_drafts = more if chances else 0.0
-        for place, chance in enumerate([*chances, *[0.0] * (count - len(chances))]):
-            tries[place] = tries[place] * kept + more
-            drafted[place] = drafted[place] * kept + has_drafts
-            accepted[place] = accepted[place] * kept + more * chance
+        kept, more, has_drafts = MEMORY**weight, float(weight), float(weight) if chances else 0.0
+        others = [0.0] * (count - len(chances))
+        self.tries[:count] = [kept * value + more for value in self.tries[:count]]
+        self.drafted[:count] = [kept * value + has_drafts for value in self.drafted[:count]]
+        self.accepted[:count] = [kept * value + more * chance for value, chance in zip(self.accepted, (*chances, *others))]
 
     def expect(self, top: int) -> list[tuple[float, float]]:
         drafted, accepted, last, ratio = 0.0, 0.0, 1.0, PRIOR_ACCEPTANCE

@@ -16,9 +16,9 @@ from backend.metrics import Histogram
 
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
-MANY, MAX_TURN = 8, 8
-"""Requests that learn from each step where the device is not to wait for Python: of more, as many in turn, each for others like it, but each of
-them once in so many steps."""
+MANY, MAX_TURN = 4, 8
+"""Requests that learn from each step at most where the device is not to wait for Python: of more, some in turn, each for others like it, but each of
+them once in so many steps at least."""
 LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
 """Steps between two times that a lookup of the host is asked though nobody waits for it, of few requests and of many, for which one of them speaks;
 and how many requests' steps it speaks for at most."""
@@ -31,7 +31,7 @@ def listen_every(num_requests: int) -> int:
 
 def often_of(num_requests: int) -> int:
     """Steps that one of a request speaks for, where the device is not to wait for Python."""
-    return min(max(1, num_requests // MANY), MAX_TURN)
+    return min(max(1, -(-num_requests // MANY)), MAX_TURN)
 
 
 class Learning:
@@ -56,14 +56,13 @@ class Learning:
         *,
         matched: int,
         is_alone: bool,
-        num_requests: int,
+        often: int,
     ) -> None:
-        """See `DraftBudget.learn`. num_requests: in the step."""
+        """See `DraftBudget.learn`. often: see `often_of`."""
         if self._is_exact:
             self._learn_survival(request, chain, num_accepted, tree, 1)
             self._learn_exact(own, chain, num_accepted, has_model, tree)
             return
-        often = often_of(num_requests)
         self._learn_survival(request, chain, num_accepted, tree, often)
         if not own.ability.model or tree is not None:
             return
@@ -83,12 +82,12 @@ class Learning:
     def _learn_survival(self, request: Request, chain: Chain, num_accepted: int, tree: Branches | None, often: int) -> None:
         if not chain:
             return
-        survivals = self._survival.survivals(request.request_id, chain, tree.parents if tree is not None else ())
-        self.predicted[request.speculation.method] += often * sum(survivals)  # type: ignore[assignment]
         if tree is None:
-            self._survival.learn(request.request_id, chain, num_accepted)
+            promised = self._survival.learn(request.request_id, chain, num_accepted)
         else:
+            promised = sum(self._survival.survivals(request.request_id, chain, tree.parents))
             self._survival.learn_tree(request.request_id, chain, tree.parents, tree.path)
+        self.predicted[request.speculation.method] += often * promised  # type: ignore[assignment]
 
     def _learn_exact(self, own: Own, chain: Chain, num_accepted: int, has_model: bool, tree: Branches | None) -> None:
         if not own.ability.model:

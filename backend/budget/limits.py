@@ -11,7 +11,6 @@ from backend.budget.costs import StepCosts
 from backend.budget.forecast import Forecast, Kind
 from backend.budget.known import Own
 from backend.budget.padded import PaddedTimes
-from backend.budget.times import bucket_of
 
 FAR_EVERY = 8
 """Trials between those of a limit far off."""
@@ -28,8 +27,9 @@ MAX_SHIFT = 4.0
 """How many times as much drafts are held to bring these requests as others like them, at most."""
 DAMPING = 0.5
 """Its power: a request's last ten steps say less than hundreds of others' do."""
-FEW, EVERY_OF_FEW, EVERY = 4, 4, 8
-"""Steps between two choices there, unless other requests come: Python would take longer to choose than the device for a small step."""
+FEW, EVERY_OF_FEW, EVERY, ALIKE = 4, 4, 16, 4
+"""Steps between two choices there, unless requests of another kind come, or the fourth part of them more or less: Python would take longer to choose
+than the device for a small step, and where requests come and go their number is another one in every step."""
 SETTLED = 12
 """Trials after which every other one is left out, if nothing else was chosen meanwhile."""
 REGRET_MEMORY = 0.995
@@ -89,7 +89,8 @@ class Limits:
         self.chosen = Choice(-1, True)
         """Limit -1: none was chosen yet."""
         self._speeds: dict[Choice, float] = {}
-        self._last: tuple[frozenset[Group], int, int] | None = None  # what was chosen for
+        self._last: tuple[frozenset[Group], int] | None = None  # what was chosen for
+        self._num_last = 0  # of how many requests
         self._age = 0  # steps since
         self._num_trials = 0  # since another choice was made
         self._num_alike = MIN_ALIKE  # steps with the model, or without it, one after the other
@@ -101,10 +102,11 @@ class Limits:
         measured."""
         self._age += 1
         self._num_alike += 1
-        wanted = frozenset(groups), bucket_of(num_requests), top
-        if self._padded is not None and self._last == wanted and self._age < (EVERY_OF_FEW if num_requests <= FEW else EVERY):
+        wanted, every = (frozenset(groups), top), EVERY_OF_FEW if num_requests <= FEW else EVERY
+        is_alike = self._last == wanted and ALIKE * abs(num_requests - self._num_last) <= self._num_last
+        if self._padded is not None and is_alike and self._age < every:
             return self._speeds[self.chosen]
-        self._last, self._age = wanted, 0
+        self._last, self._num_last, self._age = wanted, num_requests, 0
         speeds = self._speeds = self._find_speeds(groups, num_requests, top, draft_seconds, has_prompts)
         before = self.chosen
         limit = min((own.limit for own in speeds if own.limit >= before.limit >= 0), default=top)
@@ -191,6 +193,11 @@ class Limits:
         usual = found[min(max(self.chosen.limit, 0), group.num_wanted) if has_model and self.chosen.is_asked else group.num_wanted][1]
         shift = min(max(lately / usual, 1 / MAX_SHIFT), MAX_SHIFT) ** DAMPING if usual else 1.0
         return [(drafted, shift * accepted) for drafted, accepted in found]
+
+    @property
+    def is_fresh(self) -> bool:
+        """The choice was made for this step: it is one of those by which limits are held against what was done."""
+        return self._age == 0
 
     def note_actual(self, num_tokens: int, seconds: float) -> None:
         """Of a step: tokens emitted, and what its rows and drafts take by the times measured."""

@@ -65,7 +65,7 @@ class Observing:
         else:
             seconds = step.verify_seconds, step.draft_seconds
             times.add_device(number, step.num_rows, step.num_prompt_rows, step.num_keys, num_emitted, *seconds, num_model, num_asked)
-        if number and is_limited and not step.num_prompts:
+        if number and is_limited and not step.num_prompts and self._limits.is_fresh:
             whole = times.step(number, padded.most_drafts, num_model, num_asked, padded.is_waited_for, num_emitted)
             self._limits.note_actual(num_emitted, whole)
 

@@ -51,6 +51,7 @@ class PaddedTimes:
         self._prompt_rows = 0.0  # of such a step
         self._verify: dict[tuple[bool, int], float] = {}  # by rows, for the step that is planned
         self._draft: dict[tuple[bool, int, int], float] = {}  # by drafts and requests
+        self._host_seconds: dict[tuple[int, bool, bool, int], float] = {}  # by requests, whether it is waited for and has prompts, and effort
         self._following = 0.0  # seconds of the model drafter there, where it makes no drafts
 
     @property
@@ -98,10 +99,15 @@ class PaddedTimes:
     ) -> None:
         """is_waited_for: the device had nothing to do meanwhile; has_drafts: requests had some, or were looked up; has_model: the model made some."""
         self._host[has_prompts, is_waited_for][_effort(has_drafts, has_model)].add(num_requests, seconds)
+        self._host_seconds.clear()
 
     def _host_of(self, num_requests: int, is_waited_for: bool, has_prompts: bool, effort: int) -> float:
-        known = self._host[has_prompts, is_waited_for]
-        return known[min(known, key=lambda own: abs(own - effort))].at(num_requests) if known else 0.0
+        key = num_requests, is_waited_for, has_prompts, effort
+        seconds = self._host_seconds.get(key)
+        if seconds is None:
+            known = self._host[has_prompts, is_waited_for]
+            seconds = self._host_seconds[key] = known[min(known, key=lambda own: abs(own - effort))].at(num_requests) if known else 0.0
+        return seconds
 
     def step(self, num_requests: int, num_drafts: int, num_model: int, num_asked: int, is_waited_for: bool, num_tokens: float) -> float:
         """Of a usual step of requests that may have so many drafts each: the device's time, or the host's where that is longer, or both where one

@@ -26,7 +26,7 @@ MIN_SHARE = 1e-3
 """Of a bucket that is held to stand, and to fall."""
 PLACES = 10000
 """Buckets from there on are of places."""
-PARTS, MAX_AGE = 8, 16
+PARTS, MAX_AGE = 4, 32
 """Parts of a shift of log-odds that are told apart where many ask in every step, and the steps for which what stood since then is left out."""
 MAX_MATCH, MAX_PLACES, NUM_SHARES = 16, 4, 10
 """Matches, places and probabilities that are told apart."""
@@ -111,15 +111,15 @@ class _Matches:
     def __init__(self, log_odds: list[list[float]], step: int) -> None:
         """log_odds: [M][count], of each draft of each match, from 1 on."""
         self._log_odds, self.step = np.array(log_odds, ndmin=2), step
-        self._by_shift: dict[int, list[Promise]] = {}  # by the request's own shift, in parts
+        self._by_shift: dict[int, tuple[np.ndarray, list[float]]] = {}  # by the request's own shift, in parts
 
-    def promises(self, shift: float) -> list[Promise]:
-        """[M]"""
+    def of_shift(self, shift: float) -> tuple[np.ndarray, list[float]]:
+        """Survivals [M, count], and their sums [M]."""
         part = round(shift * PARTS)
         found = self._by_shift.get(part)
         if found is None:
-            survivals = (1 / (1 + np.exp(-self._log_odds - part / PARTS))).cumprod(axis=1).tolist()
-            found = self._by_shift[part] = [Promise(own, sum(own)) for own in survivals]
+            survivals = (1 / (1 + np.exp(-self._log_odds - part / PARTS))).cumprod(axis=1)
+            found = self._by_shift[part] = survivals, survivals.sum(axis=1).tolist()
         return found
 
 
@@ -165,28 +165,39 @@ class Survival:
             found.append((found[parent] if parent >= 0 else 1.0) / weight)
         return found
 
-    def _matching(self, request_id: str, source: str, count: int) -> list[Promise]:
+    def _matching(self, request_id: str, source: str, count: int) -> tuple[np.ndarray, list[float]]:
+        """See `_Matches.of_shift`."""
         found = self._matches.get((source, count))
         if found is None or self.step - found.step >= MAX_AGE:
             chains = [by_match(source, matched, count) for matched in range(1, MAX_MATCH + 1)]
             found = _Matches([[self._bucket(evidence).log_odds for evidence in chain] for chain in chains], self.step)
             self._matches[source, count] = found
-        return found.promises(self._own.get(request_id, NO_SHIFTS).get(source, 0.0))
+        return found.of_shift(self._own.get(request_id, NO_SHIFTS).get(source, 0.0))
 
     def of_match(self, request_id: str, source: str, matched: int, count: int) -> Promise:
         """The same of so many drafts of a lookup, by what stood lately: for when many ask in every step."""
-        return self._matching(request_id, source, count)[min(matched, MAX_MATCH) - 1] if matched > 0 and count else NO_PROMISE
+        if matched <= 0 or not count:
+            return NO_PROMISE
+        (survivals, tokens), number = self._matching(request_id, source, count), min(matched, MAX_MATCH) - 1
+        return Promise(survivals[number].tolist(), tokens[number])
 
     def least_match(self, request_id: str, source: str, count: int, worth: float) -> int:
         """The least match of a lookup from which so many drafts of it are worth as many tokens; 0: none is."""
-        found = self._matching(request_id, source, count) if count else []
-        return next((matched for matched, own in enumerate(found, 1) if own.tokens >= worth), 0)
+        if not count:
+            return 0
+        _, tokens = self._matching(request_id, source, count)
+        return next((matched for matched, own in enumerate(tokens, 1) if own >= worth), 0)
 
-    def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> None:
-        """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too."""
-        own = self._own.setdefault(request_id, {}) if chain else {}
-        for place, bucket in enumerate(self._buckets_of(chain)[: num_accepted + 1]):
+    def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> float:
+        """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too.
+        -> tokens that they promised before."""
+        own, exp, buckets, left, promised = self._own.setdefault(request_id, {}) if chain else {}, math.exp, self._buckets_of(chain), 1.0, 0.0
+        for bucket in buckets:
+            left /= 1.0 + exp(-(bucket.log_odds + own.get(bucket.source, 0.0)))
+            promised += left
+        for place, bucket in enumerate(buckets[: num_accepted + 1]):
             self._add(own, bucket, 1.0 if place < num_accepted else 0.0, is_own)
+        return promised
 
     def learn_tree(self, request_id: str, chain: Chain, parents: Sequence[int], path: Collection[int]) -> None:
         """The same of a tree; path: the numbers of the drafts that were accepted. Those that follow none of them say nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 
 SMOOTHING_DOWN, SMOOTHING_UP = 0.5, 0.1
 """Share of the newest measurement in an average. Noise only ever makes a step slower, so a faster one says more."""
@@ -31,8 +32,8 @@ class Times:
         self._seconds: dict[int, float] = {}
         self._first: dict[int, list[float]] = {}
         """Of counts that are not known yet: the least of TRIES measurements is the first that counts."""
-        self._least: list[float] = []
-        """Of each count, the least average of those that are no smaller."""
+        self._least: list[float] | None = []
+        """Of each count, the least average of those that are no smaller; None: not since the last measurement, for more are made than asked for."""
 
     def __bool__(self) -> bool:
         return bool(self.counts)
@@ -50,14 +51,16 @@ class Times:
         else:
             change = min(seconds, MAX_RATIO * known) - known
             self._seconds[count] = known + change * (SMOOTHING_UP if change > 0 else SMOOTHING_DOWN)
-        least = float("inf")
-        self._least = [least := min(least, self._seconds[own]) for own in reversed(self.counts)][::-1]
+        self._least = None
 
     def at(self, count: float) -> float:
         """0 before anything was measured."""
-        counts, least = self.counts, self._least
+        counts = self.counts
         if not counts:
             return 0.0
+        if self._least is None:
+            self._least = list(itertools.accumulate((self._seconds[own] for own in reversed(counts)), min))[::-1]
+        least = self._least
         place = bisect.bisect_left(counts, count)
         if place == 0:
             return least[0] * count / counts[0]
