@@ -96,6 +96,15 @@ def test_targets_have_weights_of_their_own(source: Path, tmp_path: Path) -> None
     assert_close(own_logits(stored), own_logits(plain))
 
 
+@pytest.mark.parametrize(("size", "strategy"), [(32, "group"), (-1, "channel")])
+def test_a_strategy_that_is_not_named_is_that_of_the_group_size(size: int, strategy: str) -> None:
+    """As compressed-tensors itself takes it."""
+    configs = [compressed("pack-quantized", group_size=size, strategy=name) for name in (None, strategy)]
+    found = [read_checkpoint_quantization({"quantization_config": config}, "DIR") for config in configs]
+    layouts = [own and own.layout_of("model.layers.0.mlp.up_proj") for own in found]
+    assert layouts[0] is not None and layouts[0] == layouts[1]
+
+
 def test_rules_of_gptq(source: Path, tmp_path: Path) -> None:
     config = GPTQ | {"dynamic": {"-:.*k_proj": {}, r"+:.*\.1\..*": {"bits": 8, "group_size": 16}, ".*o_proj": {"group_size": -1}}}
 

@@ -268,7 +268,9 @@ FORMATS = (
 def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
     if form not in FORMATS:
         raise ModelError(f"{where}: format {form!r:.80} is not supported; known: {', '.join(FORMATS)}")
-    kind, strategy = weights.choice("type", ("int", "float"), "int"), weights.choice("strategy", STRATEGIES, "tensor")
+    size = weights.get("group_size")  # which says what the strategy is where the file does not
+    by_size = "tensor" if size is None else "channel" if size == -1 else "group"
+    kind, strategy = weights.choice("type", ("int", "float"), "int"), weights.choice("strategy", STRATEGIES, by_size)
     is_symmetric = weights.flag("symmetric", default=True)
     if weights.flag("dynamic"):
         raise weights.refuse("dynamic", "false for weights")
