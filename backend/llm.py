@@ -104,17 +104,18 @@ class LLM:
         *,
         speculative: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
         use_tqdm: bool = True,
+        is_length_default: bool = False,
     ) -> list[Generation]:
         """Completes prompts (text, or {"prompt_token_ids": [...]}) and returns results in their order.
 
-        sampling_params, speculative: one for all prompts, or a list of one for each.
+        sampling_params, speculative: one for all prompts, or a list of one for each. is_length_default: max_tokens is not asked for, and is at most
+        what a prompt leaves of the context, as where there are no sampling_params.
         Raises RequestError for the first prompt that is wrong, before any is run; and the error of a request that fails, when the others are ended.
         """
         if isinstance(prompts, (str, dict)):
             prompts = [prompts]
-        is_length_default = sampling_params is None
         if sampling_params is None:
-            sampling_params = SamplingParams(**self.sampling_defaults)
+            sampling_params, is_length_default = SamplingParams(**self.sampling_defaults), True
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -202,9 +203,8 @@ class LLM:
         prompt = self.engine.tokenizer.render_chat(messages, own={**turn, **(chat_template_kwargs or {})})
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         if sampling_params is None:  # as long as it takes
-            room = max(1, self.engine.scheduler.max_num_tokens - len(ids))
-            own = {**self.sampling_defaults, "max_tokens": min(room, self.sampling_defaults.get("max_tokens", room))}
-            sampling_params = SamplingParams(**own)
+            sampling_params = SamplingParams(**{"max_tokens": self.engine.scheduler.max_num_tokens, **self.sampling_defaults})
+            options = {"is_length_default": True, **options}
         return self.generate({"prompt_token_ids": ids}, sampling_params, **options)
 
 

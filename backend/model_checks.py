@@ -341,7 +341,8 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
             by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
         _check_file(path, {name: known[name] for name in names})
-        if wrong := find_nonzero(path, [name for name in names if name in weights.zeros]):
+        zeros = [name for name in names if name in weights.zeros]
+        if zeros and (wrong := find_nonzero(path, zeros)):
             raise ModelError(f"{path}: weight {_describe(wrong)} is not zero; this family adds no biases there")
 
 

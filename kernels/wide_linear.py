@@ -22,6 +22,7 @@ LINE = 128
 WIDTHS = (*range(32, 193, 16), 224, 256)
 """Rows of weights that a tile may have."""
 MAX_STAGES = 32
+"""At most: the narrowest tiles have 160 KB on their way by then."""
 SHARED = 222 * 1024
 """Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
 
