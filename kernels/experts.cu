@@ -243,10 +243,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// out [T, size]: the weighted sum of what a token's experts made, rounded; added to `residual`, which may be out, where there is one. made: rows of
-// the pairs, or with places [T, num_chosen] where those lie. Experts that are not among num_own from `first` on add nothing.
-extern "C" __global__ void combine_experts(Element* out, const Element* residual, const Element* made, const int64_t* experts, const float* weights,
-                                           const int64_t* places, int num_tokens, int size, int num_chosen, int first, int num_own) {
+// out [T, size]: the weighted sum of what a token's experts made, rounded; added to `residual`, which may be out, where there is one; and `beside` added to
+// that, where there is any. made: rows of the pairs, or with places [T, num_chosen] where those lie. Experts that are not among num_own from `first` on add nothing.
+extern "C" __global__ void combine_experts(Element* out, const Element* residual, const Element* beside, const Element* made, const int64_t* experts,
+                                           const float* weights, const int64_t* places, int num_tokens, int size, int num_chosen, int first, int num_own) {
     launch_dependents();
     wait_for_earlier();
     const int per_row = size / V::SIZE;
@@ -254,8 +254,9 @@ extern "C" __global__ void combine_experts(Element* out, const Element* residual
     if (place >= static_cast<int64_t>(num_tokens) * per_row) return;
     const int64_t token = place / per_row, column = place % per_row * V::SIZE;
     float sums[V::SIZE] = {};
-    V old;
+    V old, other;
     if (residual) old = load_fresh(residual + token * size + column);
+    if (beside) other = load_fresh(beside + token * size + column);
 #pragma unroll 4
     for (int j = 0; j < num_chosen; ++j) {
         const int64_t pair = token * num_chosen + j;
@@ -271,6 +272,7 @@ extern "C" __global__ void combine_experts(Element* out, const Element* residual
     for (int e = 0; e < V::SIZE; ++e) {
         result.values[e] = from_float<Element>(sums[e]);
         if (residual) result.values[e] = from_float<Element>(to_float(old.values[e]) + to_float(result.values[e]));
+        if (beside) result.values[e] = from_float<Element>(to_float(result.values[e]) + to_float(other.values[e]));
     }
     store(out + token * size + column, result);
 }

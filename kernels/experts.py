@@ -117,21 +117,23 @@ def mix_experts(
     is_silu: bool,
     first: int = 0,
     residual: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
     lists: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of what each token's experts make of it: x [T, hidden] -> [T, hidden]; added to residual in place where there is one.
+    beside [T, hidden]: what is added to that.
 
     experts [T, k] int64, weights [T, k] float32; gate_up [E, 2 inner, hidden] and down [E, hidden, inner] of the experts from number `first`
     on: what others would add is left out. is_silu: whether activation is silu(gate) * up, which the kernel has. lists: the pairs as a router
     sorted them by `choose_groups`.
     """
     (num_tokens, hidden), (num_own, _, inner) = x.shape, down.shape
-    _check(x, experts, weights, gate_up, down, residual)
+    _check(x, experts, weights, gate_up, down, residual, beside)
     if not num_tokens:
         return x.new_empty(0, hidden) if residual is None else residual
     if not has_kernel(x, hidden, inner):
         made = mix_every(x, experts, weights, zip(gate_up, down, strict=True), activation, first)
-        return made if residual is None else residual.add_(made)
+        return add_mixed(made, residual, beside)
     num_chosen = experts.shape[1]
     is_wide = wide_experts.is_wide(num_tokens, hidden, inner, x.dtype, x.device)
     if is_many(num_tokens, num_chosen, num_own, most_mean_rows(is_wide)) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
@@ -141,18 +143,24 @@ def mix_experts(
         parts = [slice(0, half), slice(half, num_tokens)]
         out = torch.empty_like(x) if residual is None else residual
         for part in parts:
-            own = None if residual is None else residual[part]
-            made = mix_experts(x[part], experts[part], weights[part], gate_up, down, activation, is_silu, first, own)
+            own = (None if t is None else t[part] for t in (residual, beside))
+            made = mix_experts(x[part], experts[part], weights[part], gate_up, down, activation, is_silu, first, *own)
             if residual is None:
                 out[part] = made
         return out
     else:
         made, places = _multiply_chunks(x, experts, gate_up, down, activation, is_silu, first, lists), None
-    return combine(made, places, experts, weights, first, num_own, residual)
+    return combine(made, places, experts, weights, first, num_own, residual, beside)
 
 
 def _check(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, residual: torch.Tensor | None
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    residual: torch.Tensor | None,
+    beside: torch.Tensor | None,
 ) -> None:
     num_own, hidden, inner = down.shape
     if x.dim() != 2 or x.shape[1] != hidden or gate_up.shape != (num_own, 2 * inner, hidden) or not x.dtype == gate_up.dtype == down.dtype:
@@ -160,10 +168,10 @@ def _check(
             f"mix_experts: x {tuple(x.shape)} {x.dtype} must be [T, hidden], gate_up {tuple(gate_up.shape)} [E, 2 inner, hidden] and "
             f"down {tuple(down.shape)} [E, hidden, inner], of one type"
         )
-    check_routing("mix_experts", x, {"experts": experts, "weights": weights, "gate_up": gate_up, "down": down}, residual)
+    check_routing("mix_experts", x, {"experts": experts, "weights": weights, "gate_up": gate_up, "down": down}, residual, beside)
 
 
-def check_routing(name: str, x: torch.Tensor, tensors: dict[str, torch.Tensor], residual: torch.Tensor | None) -> None:
+def check_routing(name: str, x: torch.Tensor, tensors: dict[str, torch.Tensor], residual: torch.Tensor | None, beside: torch.Tensor | None) -> None:
     """Of x [T, hidden]. tensors: experts, weights and all that must be contiguous. Raises ValueError."""
     experts, weights = tensors["experts"], tensors["weights"]
     if experts.shape != weights.shape or experts.shape[:1] != x.shape[:1] or experts.dtype != torch.int64 or weights.dtype != torch.float32:
@@ -171,11 +179,13 @@ def check_routing(name: str, x: torch.Tensor, tensors: dict[str, torch.Tensor], 
             f"{name}: experts {tuple(experts.shape)} {experts.dtype} must be int64 [{len(x)}, k], weights {tuple(weights.shape)} "
             f"{weights.dtype} float32"
         )
-    for key, tensor in (tensors if residual is None else {**tensors, "residual": residual}).items():
+    added = {key: tensor for key, tensor in (("residual", residual), ("beside", beside)) if tensor is not None}
+    for key, tensor in (tensors | added).items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: {key} {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"{name}: residual {tuple(residual.shape)} {residual.dtype} must be {tuple(x.shape)} {x.dtype}")
+    for key, tensor in added.items():
+        if tensor.shape != x.shape or tensor.dtype != x.dtype:
+            raise ValueError(f"{name}: {key} {tuple(tensor.shape)} {tensor.dtype} must be {tuple(x.shape)} {x.dtype}")
 
 
 def has_kernel(x: torch.Tensor, hidden: int, inner: int) -> bool:
@@ -203,6 +213,12 @@ def mix_every(
         made = F.linear(activation(F.linear(x, into)), back)
         out += torch.where(share != 0, made.float() * share, 0)  # what nobody takes may overflow
     return out.to(x.dtype)
+
+
+def add_mixed(made: torch.Tensor, residual: torch.Tensor | None, beside: torch.Tensor | None) -> torch.Tensor:
+    """What experts made [T, hidden], in place: added to residual, and beside added to that, where there are such."""
+    made = made if residual is None else residual.add_(made)
+    return made if beside is None else made.add_(beside)
 
 
 def _multiply_chunks(
@@ -303,15 +319,16 @@ def combine(
     first: int,
     num_own: int,
     residual: torch.Tensor | None,
+    beside: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The weighted sum of what each token's experts made, by pairs or where places say: [T, hidden], or added to residual."""
+    """The weighted sum of what each token's experts made, by pairs or where places say: [T, hidden], or added to residual; then beside."""
     (num_tokens, num_chosen), size, device = experts.shape, made.shape[1], made.device
     out = made.new_empty(num_tokens, size) if residual is None else residual
     _, defines = choose_shape(1, 1, 1, made.dtype, True, gpu_of(device))
     kernel = load(device, "experts", "combine_experts", defines, programmatic=True)
     threads = 128
     grid = (-(-num_tokens * (size // 8) // threads), 1)
-    pointers = (0 if t is None else t for t in (residual,))
+    pointers = (0 if t is None else t for t in (residual, beside))
     kernel(
         grid, (threads, 1, 1), out, *pointers, made, experts, weights, 0 if places is None else places, num_tokens, size, num_chosen, first, num_own
     )

@@ -54,10 +54,12 @@ __device__ __forceinline__ float load_word(uint32_t source) {
 }
 
 // out [M, N], or [M, N / 2] gated, may be residual. weight: rows of row_bytes bytes. bias [N] and residual (as out) may be null; norm_weight [K] is
-// read where NORM. scales and zeros, of stored weights: [groups, N], a group scale_stride after the other; group_size is a multiple of 64.
+// read where NORM. scales and zeros, of stored weights: [groups, N], a group scale_stride after the other; group_size is a multiple of 64. is_ready: see
+// wait_for_earlier.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear(Element* out, const Element* x, const uint8_t* weight, const Element* bias, const Element* residual, const Element* norm_weight,
-           const float* scales, const float* zeros, int M, int N, int row_bytes, int group_size, int scale_stride, int x_stride, float eps) {
+           const float* scales, const float* zeros, int M, int N, int row_bytes, int group_size, int scale_stride, int x_stride, float eps,
+           int is_ready) {
     extern __shared__ __align__(16) float both_sums[];
     __shared__ float squares[WARPS][TOKENS];  // of x, by who read them
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -128,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         end_copies();
     }
     launch_dependents();
-    wait_for_earlier();
+    if (!is_ready) wait_for_earlier();
     copy_tile = first, copy_step = 0;
     for (int stage = 0; stage < STAGES; ++stage, advance(copy_tile, copy_step)) {
         copy_tokens(copy_tile, copy_step, stage);
@@ -285,4 +287,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             sums = sums == both_sums ? both_sums + SUMS : both_sums;
         }
     }
+    if (is_ready) wait_for_earlier();
 }

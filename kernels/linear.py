@@ -72,15 +72,18 @@ def _launch(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
+    out: torch.Tensor | None = None,
+    is_ready: bool = False,
 ) -> torch.Tensor:
     (num_tokens, in_size), out_size = x.shape, weight.shape[0]
-    out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
+    if out is None:
+        out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
     num_blocks = gpu_of(x.device).num_multiprocessors
     defines = _choose(x.dtype, num_tokens, out_size, in_size, norm_weight is not None, is_gated, num_blocks)
     kernel = load(x.device, "linear", "linear", defines, shared=int(defines["SHARED"]), programmatic=True)
     pointers = (0 if t is None else t for t in (bias, residual, norm_weight))
     sizes = (num_tokens, out_size, in_size * x.element_size(), 0, 0, x.stride(0))
-    kernel((min(out_size // TILE, num_blocks), 1), (THREADS, 1, 1), out, x, weight, *pointers, 0, 0, *sizes, eps)
+    kernel((min(out_size // TILE, num_blocks), 1), (THREADS, 1, 1), out, x, weight, *pointers, 0, 0, *sizes, eps, int(is_ready))
     return out
 
 
@@ -110,11 +113,19 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     return reference.add_linear(residual, x, weight, bias)
 
 
-def write_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Puts linear(x, weight, bias) in the place of what out [M, N] has; returns out."""
-    if prompt_linear.is_long(x, weight) and out.is_contiguous() and out.data_ptr() % 16 == 0:
+def write_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, is_ready: bool = False) -> torch.Tensor:
+    """Puts linear(x, weight, bias) in the place of what out [M, N] has; returns out.
+
+    is_ready: the kernel right ahead on the stream waits for those before it and only then lets the next one in, as route.cu does; x is older, and out
+    is nobody's. Then this need not wait, and a product of few tokens runs beside that kernel."""
+    if is_skinny(x, weight) and out.is_contiguous():
+        return _launch(x, weight, bias, out=out, is_ready=is_ready)
+    is_aligned = out.is_contiguous() and out.data_ptr() % 16 == 0
+    if wide_linear.is_wide(x, weight) and is_aligned:
+        return wide_linear.launch(x, weight, bias, out=out, is_ready=is_ready)
+    if prompt_linear.is_long(x, weight) and is_aligned:
         return prompt_linear.launch(x, weight, bias, out=out)
-    if x.is_cuda and bias is None and not is_skinny(x, weight) and not wide_linear.is_wide(x, weight):
+    if x.is_cuda and bias is None:
         return torch.mm(x, weight.t(), out=out)
     return out.copy_(linear(x, weight, bias))
 

@@ -9,7 +9,7 @@ from kernels.cache_scales import CacheScales
 from kernels.candidates import choose_candidates
 from kernels.compact import compact_rows
 from kernels.distribution import draw_tokens, probabilities
-from kernels.experts import choose_groups
+from kernels.experts import add_mixed, choose_groups
 from kernels.experts import mix_experts as mix_experts_on_gpu
 from kernels.latent import append_latent
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear, write_linear
@@ -21,6 +21,7 @@ from kernels.quantized import (
     quantized_linear,
     quantized_norm_gated_linear,
     quantized_norm_linear,
+    write_quantized_linear,
 )
 from kernels.quantized_experts import choose_quantized_groups, count_expanded, mix_quantized_experts
 from kernels.quantized_weight import STEP as STORED_STEP
@@ -61,6 +62,7 @@ __all__ = [
     "StepRows",
     "StepSizes",
     "add_linear",
+    "add_mixed",
     "append_attention",
     "append_draft",
     "append_kv",
@@ -118,5 +120,6 @@ __all__ = [
     "verify_top_p",
     "verify_tree",
     "write_linear",
+    "write_quantized_linear",
     "write_values",
 ]

@@ -94,15 +94,18 @@ def _launch_skinny(
     norm_weight: torch.Tensor | None,
     eps: float,
     is_gated: bool,
+    out: torch.Tensor | None,
+    is_ready: bool,
 ) -> torch.Tensor:
     (num_tokens, in_size), (out_size, row_bytes) = x.shape, weight.codes.shape
-    out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
+    if out is None:
+        out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
     defines = _choose(x, weight, 0 if norm_weight is None else in_size, is_gated)
     kernel = load(x.device, "linear", "linear", defines, shared=int(defines["SHARED"]), programmatic=True)
     pointers = (pointer(bias), pointer(residual), pointer(norm_weight), weight.scales, pointer(weight.zeros))
     sizes = (num_tokens, out_size, row_bytes, weight.group_size, weight.scale_stride, x.stride(0))
     grid = (min(out_size // TILE, gpu_of(x.device).num_multiprocessors), 1)
-    kernel(grid, (THREADS, 1, 1), out, x, weight.codes, *pointers, *sizes, eps)
+    kernel(grid, (THREADS, 1, 1), out, x, weight.codes, *pointers, *sizes, eps, int(is_ready))
     return out
 
 
@@ -132,8 +135,11 @@ def _multiply_stored(
     residual: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     is_gated: bool = False,
+    out: torch.Tensor | None = None,
+    is_ready: bool = False,
 ) -> torch.Tensor | None:
-    """The product by a kernel that reads the stored weights; None: there is none for it. x as the columns lie; norm: weight and eps."""
+    """The product by a kernel that reads the stored weights; None: there is none for it. x as the columns lie; norm: weight and eps;
+    out and is_ready: see `linear.write_linear`."""
     rounds = is_rounded_for_groups(x, weight, is_gated)
     is_wide = rounds or wide_quantized.is_wide(x, weight, is_gated)
     if not (is_wide or is_readable(x, weight)):
@@ -147,19 +153,21 @@ def _multiply_stored(
     if norm is not None and not can_fuse and not (rounds and len(x) <= most):
         x, norm = rms_norm(x, *norm), None
 
-    def run(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    num_rows = len(x)  # turns have results of their own, for which the memory may be that of a kernel still running
+
+    def run(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         if is_wide:
-            return wide_quantized.launch(x, weight, bias, residual, is_gated, rounds, norm)
+            return wide_quantized.launch(x, weight, bias, residual, is_gated, rounds, norm, out, is_ready and len(x) == num_rows)
         norm_weight, eps = norm or (None, 0.0)
-        return _launch_skinny(x, weight, bias, residual, norm_weight, eps, is_gated)
+        return _launch_skinny(x, weight, bias, residual, norm_weight, eps, is_gated, out, is_ready and len(x) == num_rows)
 
     if len(x) <= most:
-        return run(x, residual)
+        return run(x, residual, out)
     size = -(-len(x) // -(-len(x) // most) // 8) * 8
     if residual is None:
-        return torch.cat([run(part, None) for part in x.split(size)])
+        return torch.cat([run(part, None, None) for part in x.split(size)], out=out)
     for part, target in zip(x.split(size), residual.split(size), strict=True):
-        run(part, target)
+        run(part, target, None)
     return residual
 
 
@@ -212,6 +220,18 @@ def quantized_add_linear(residual: torch.Tensor, x: torch.Tensor, weight: Quanti
     if made is not None:
         return made
     return _multiply_written(x, weight, bias, residual)
+
+
+def write_quantized_linear(
+    out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, is_ready: bool = False
+) -> torch.Tensor:
+    """Puts quantized_linear(x, weight, bias) in the place of what out [M, N] has, contiguous; returns out. is_ready: see `linear.write_linear`."""
+    _check("write_quantized_linear", x, weight)
+    if not is_rounded(x, weight) and weight.order is None and out.data_ptr() % 16 == 0:
+        made = _multiply_stored(x, weight, bias, out=out, is_ready=is_ready)
+        if made is not None:
+            return made
+    return out.copy_(quantized_linear(x, weight, bias))
 
 
 def quantized_norm_linear(

@@ -12,7 +12,7 @@ import torch
 from kernels import experts as plain
 from kernels import wide_quantized_experts
 from kernels._load import gpu_of, load
-from kernels.experts import Activation, combine, is_many, make_groups, mix_every, multiply_sorted, sort_pairs
+from kernels.experts import Activation, add_mixed, combine, is_many, make_groups, mix_every, multiply_sorted, sort_pairs
 from kernels.quantized import THREADS, TILE, can_expand, expand_weight
 from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
 from kernels.route import ExpertGroups
@@ -44,12 +44,13 @@ def mix_quantized_experts(
     is_silu: bool,
     first: int = 0,
     residual: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
     lists: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `experts.mix_experts`, of weights that hold all experts one below the other: gate_up [E 2 inner, hidden], down [E hidden, inner]."""
     num_tokens, hidden = x.shape
     num_own, inner = len(down.codes) // hidden, down.num_columns
-    _check(x, experts, weights, gate_up, down, residual)
+    _check(x, experts, weights, gate_up, down, residual, beside)
     if not num_tokens:
         return x.new_empty(0, hidden) if residual is None else residual
     num_chosen = experts.shape[1]
@@ -70,18 +71,18 @@ def mix_quantized_experts(
     elif not is_read:
         own = ((gate_up.part(e, num_own).expand().to(x.dtype), down.part(e, num_own).expand().to(x.dtype)) for e in range(num_own))
         made = mix_every(x, experts, weights, own, activation, first)
-        return made if residual is None else residual.add_(made)
+        return add_mixed(made, residual, beside)
     elif num_tokens * num_chosen > plain.MAX_PAIRS:
         out = torch.empty_like(x) if residual is None else residual
         for part in (slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)):
-            target = None if residual is None else residual[part]
-            made = mix_quantized_experts(x[part], experts[part], weights[part], gate_up, down, activation, is_silu, first, target)
+            added = (None if t is None else t[part] for t in (residual, beside))
+            made = mix_quantized_experts(x[part], experts[part], weights[part], gate_up, down, activation, is_silu, first, *added)
             if residual is None:
                 out[part] = made
         return out
     else:
         made, places = _multiply_chunks(x, experts, gate_up, down, num_own, activation, is_silu, first, lists, is_wide), None
-    return combine(made, places, experts, weights, first, num_own, residual)
+    return combine(made, places, experts, weights, first, num_own, residual, beside)
 
 
 def count_expanded(gate_up: QuantizedWeight, down: QuantizedWeight, item: int = 2) -> int:
@@ -97,6 +98,7 @@ def _check(
     gate_up: QuantizedWeight,
     down: QuantizedWeight,
     residual: torch.Tensor | None,
+    beside: torch.Tensor | None,
 ) -> None:
     hidden, inner = x.shape[-1], down.num_columns
     num_own = len(down.codes) // hidden
@@ -107,7 +109,7 @@ def _check(
         )
     if gate_up.order is not None or down.order is not None:
         raise ValueError("mix_quantized_experts: the columns of experts' weights must lie as x's do")
-    plain.check_routing("mix_quantized_experts", x, {"experts": experts, "weights": weights}, residual)
+    plain.check_routing("mix_quantized_experts", x, {"experts": experts, "weights": weights}, residual, beside)
 
 
 def _is_skinny(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, hidden: int, inner: int) -> bool:

@@ -56,10 +56,11 @@ using Sums = float[PIECES][WGMMA_N / 2];
 __device__ __forceinline__ float* sum(Sums& sums, int block) { return &sums[block * 8 / WGMMA_N][block * 8 % WGMMA_N / 2]; }
 
 // Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; scales
-// of codes: of the weights' rows [N], of x's [M]; rows of x to copy, M rounded up to eight.
+// of codes: of the weights' rows [N], of x's [M]; rows of x to copy, M rounded up to eight; is_ready, not of codes: see wait_for_earlier.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     wide_linear(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, Element* out, const Element* bias,
-                const Element* residual, const float* scales, const float* token_scales, int M, int N, int K, int num_tiles, int num_rows) {
+                const Element* residual, const float* scales, const float* token_scales, int M, int N, int K, int num_tiles, int num_rows,
+                int is_ready) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
   __shared__ float row_scales[CODES ? TOKENS : 1];
@@ -92,7 +93,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     const int num_early = min(STAGES, end - begin);
     if (threadIdx.x == 0) {
       for (int s = 0; s < num_early; ++s) copy_weights(s, first_tile, begin + s);
-      wait_for_earlier();
+      if (!is_ready) wait_for_earlier();
       for (int s = 0; s < num_early; ++s) copy_tokens(s, begin + s);
       int stage = num_early % STAGES, parity = num_early == STAGES;  // of `empty`, as it was before
       for (int tile = first_tile; tile < num_tiles; tile += tile_step)
@@ -129,7 +130,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     publish_to_products();
     meet();
     await_cluster();
-    wait_for_earlier();
+    if (!is_ready) wait_for_earlier();
     if constexpr (CODES) {
       if (thread < TOKENS) row_scales[thread] = thread < M ? __ldcg(token_scales + thread) : 0.0f;
       meet();
@@ -224,6 +225,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
         }
       }
     }
+    if (is_ready) wait_for_earlier();
   }
 }
 #endif

@@ -79,10 +79,17 @@ def choose_shape(num_tokens: int, out_size: int, row_bytes: int, dtype: torch.dt
 
 
 def launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, is_gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    is_gated: bool = False,
+    out: torch.Tensor | None = None,
+    is_ready: bool = False,
 ) -> torch.Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]; added to residual [M, N] in place; gated: silu(gate) * up [M, N / 2]."""
-    return _launch(x, len(x), weight, x.dtype, (0, 0), bias, residual, is_gated)
+    """x [M, K] times weight [N, K] transposed, plus bias [N]; added to residual [M, N] in place; gated: silu(gate) * up [M, N / 2]; in the place of
+    what out has, where it is given. is_ready: see `linear.write_linear`."""
+    return _launch(x, len(x), weight, x.dtype, (0, 0), bias, residual, is_gated, out, is_ready)
 
 
 def launch_codes(
@@ -109,10 +116,13 @@ def _launch(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     is_gated: bool,
+    out: torch.Tensor | None = None,
+    is_ready: bool = False,
 ) -> torch.Tensor:
     (out_size, in_size), size = weight.shape, x.element_size()
     out_width = out_size // 2 if is_gated else out_size
-    out = torch.empty(num_tokens, out_width, dtype=dtype, device=x.device) if residual is None else residual
+    if out is None:
+        out = torch.empty(num_tokens, out_width, dtype=dtype, device=x.device) if residual is None else residual
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
     row_bytes, step = in_size * size, LINE // size
     defines = choose_shape(num_tokens, out_size, row_bytes, dtype, is_gated, num_multiprocessors) | {"CODES": int(size == 1)}
@@ -124,5 +134,6 @@ def _launch(
     num_tiles = -(-out_size // width)
     grid = num_tiles * split if split > 1 else min(num_tiles, num_multiprocessors)
     pointers = (*(0 if t is None else t for t in (bias, residual)), *scales)
-    kernel((grid, 1), (2 * tokens + 128, 1, 1), weights, tokens_map, out, *pointers, num_tokens, out_size, in_size, num_tiles, num_rows)
+    sizes = (num_tokens, out_size, in_size, num_tiles, num_rows)
+    kernel((grid, 1), (2 * tokens + 128, 1, 1), weights, tokens_map, out, *pointers, *sizes, int(is_ready))
     return out

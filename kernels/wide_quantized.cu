@@ -32,10 +32,11 @@ __device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %
 // Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; codes:
 // rows of row_bytes bytes; scales and zeros [groups, N], a group scale_stride after the other, group_size a multiple of 64 SPAN; of rounded x the tokens'
 // scales [M] and the sums of each 64 SPAN codes [K / 64 SPAN, num_rows]; rows of x to copy, M rounded up to eight. N is a multiple of 16, of 32 where gated.
+// is_ready, not of rounded x: see wait_for_earlier.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     wide_quantized(const __grid_constant__ CUtensorMap codes, const __grid_constant__ CUtensorMap tokens, Element* out, const float* scales,
                    const float* zeros, const Element* bias, const Element* residual, const float* token_scales, const float* code_sums, int M,
-                   int N, int row_bytes, int group_size, int scale_stride, int num_tiles, int num_rows) {
+                   int N, int row_bytes, int group_size, int scale_stride, int num_tiles, int num_rows, int is_ready) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
   __shared__ float own_scales[ROUNDED ? TOKENS : 1];
@@ -92,7 +93,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
           copy_line(place + target, source + size_t((first_column + step * STEP) / group_size) * scale_stride + row, size, barrier);
       });
     } else if (role == 2 && lane == 0) {
-      wait_for_earlier();
+      if (!is_ready) wait_for_earlier();
       copy_all([&](uint32_t place, uint32_t barrier, int, int step) {
         arrive_expecting(barrier, num_rows * (PARTS * UNITS * TOKEN_BYTES + SUM_LINES * 4));
         for (int p = 0; p < PARTS; ++p) {
@@ -113,7 +114,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   take_registers<CONSUMER_REGISTERS>();
   const int thread = threadIdx.x - 128, group = thread / 128, own_thread = thread % 128, warp = own_thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   await_cluster();
-  wait_for_earlier();
+  if (!is_ready) wait_for_earlier();
   if constexpr (ROUNDED) {
     if (thread < TOKENS) own_scales[thread] = thread < M ? __ldcg(token_scales + thread) : 0.0f;
     meet<1, CONSUMERS>();
@@ -410,5 +411,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     }
     if constexpr (SPLIT == 1) meet<1, CONSUMERS>();  // outputs have been read where the next tile's sums will lie
   }
+  if (is_ready) wait_for_earlier();
 }
 #endif

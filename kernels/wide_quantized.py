@@ -94,13 +94,18 @@ def launch(
     is_gated: bool = False,
     is_rounded: bool = False,
     norm: Norm | None = None,
+    out: torch.Tensor | None = None,
+    is_ready: bool = False,
 ) -> torch.Tensor:
-    """x [M, K] times the weight [N, K] transposed, plus bias [N]; added to residual [M, N] in place; gated: silu(gate) * up [M, N / 2].
+    """x [M, K] times the weight [N, K] transposed, plus bias [N]; added to residual [M, N] in place; gated: silu(gate) * up [M, N / 2];
+    in the place of what out has, where it is given.
 
-    is_rounded: x, or rms_norm(x, *norm), is rounded to e4m3 first; the weight's scales are of groups then."""
+    is_rounded: x, or rms_norm(x, *norm), is rounded to e4m3 first; the weight's scales are of groups then. is_ready, for x that is not rounded: see
+    `linear.write_linear`."""
     num_tokens, (out_size, row_bytes) = len(x), weight.codes.shape
     num_outputs = out_size // 2 if is_gated else out_size
-    out = x.new_empty(num_tokens, num_outputs) if residual is None else residual
+    if out is None:
+        out = x.new_empty(num_tokens, num_outputs) if residual is None else residual
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
     outputs = TILE // 2 if is_gated else TILE
     num_tiles, parts, grouped = -(-num_outputs // outputs), 2 if weight.bits == 4 else 1, is_grouped(weight) or is_rounded
@@ -122,6 +127,6 @@ def launch(
     grid = num_tiles * split if split > 1 else min(num_tiles, num_multiprocessors)
     of_rows = (0, 0) if rounded is None else (rounded.scales, rounded.sums)
     pointers = (weight.scales, pointer(weight.zeros), pointer(bias), pointer(residual), *of_rows)
-    sizes = (num_tokens, out_size, row_bytes, weight.group_size, weight.scale_stride, num_tiles, num_rows)
+    sizes = (num_tokens, out_size, row_bytes, weight.group_size, weight.scale_stride, num_tiles, num_rows, int(is_ready and not is_rounded))
     kernel((grid, 1), (THREADS, 1, 1), codes, tokens, out, *pointers, *sizes)
     return out

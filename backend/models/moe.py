@@ -61,7 +61,7 @@ class SharedExpert:
         self._gate = None if own is None else weights.linear(own.name, own.out_features, own.in_features)
 
     def into(self, x: torch.Tensor) -> torch.Tensor:
-        """What `down` multiplies [T, inner], of x [T, hidden] before the norm."""
+        """What `down` multiplies [T, inner] of x [T, hidden] before the norm."""
         if self._activation in ("silu", "swish"):
             y = self._gate_up.gated_after_norm(x, self._norm, self._eps)
         else:
@@ -82,12 +82,13 @@ class Moe:
 
     def add(self, x: torch.Tensor) -> None:
         """Adds to x [T, hidden] in place."""
+        # What shared experts make comes out of their weights while the router chooses, in memory that the router has had nothing in.
+        inner, beside = (None, None) if self._shared is None else (self._shared.into(x), torch.empty_like(x))
         routing = self.router(x, self._norm, self._eps, self.experts.groups(x, self.router.num_chosen))
-        shared = None if self._shared is None else self._shared.into(x)  # its weights come in while the router chooses
+        if self._shared is not None and inner is not None and beside is not None:
+            self._shared.down.write_to(beside, inner, is_ready=True)
         is_alone = self._post_norm is None and self._ranks.size == 1
-        made = self.experts(routing, x if is_alone else None)
-        if self._shared is not None and shared is not None:
-            self._shared.down.add_to(made, shared)
+        made = self.experts(routing, x if is_alone else None, beside)
         if not is_alone:
             add_shares(x, made, self._ranks, self._post_norm, self._eps)
 

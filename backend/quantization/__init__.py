@@ -52,8 +52,9 @@ class Linear(Protocol):
         """Adds the product to residual [T, out] in place."""
         ...
 
-    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Puts the product in the place of what out [T, out] has."""
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, is_ready: bool = False) -> None:
+        """Puts the product in the place of what out [T, out] has. is_ready: x is older than what runs right before, which out is not of: a kernel
+        may run beside that (`kernels.linear.write_linear`)."""
         ...
 
 

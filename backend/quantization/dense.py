@@ -43,8 +43,8 @@ class DenseLinear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         ops.add_linear(residual, x, self.weight, self.bias)
 
-    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        ops.write_linear(out, x, self.weight, self.bias)
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, is_ready: bool = False) -> None:
+        ops.write_linear(out, x, self.weight, self.bias, is_ready)
 
 
 class TransposedLinear(UnfusedLinear):

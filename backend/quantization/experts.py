@@ -24,8 +24,9 @@ class Experts(Protocol):
         """How the router is to sort by expert what tokens x [T, hidden] choose; None: it is to leave that."""
         ...
 
-    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Of T tokens -> [T, hidden]: the rank's share of the sum; or residual [T, hidden], which it is added to in place."""
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """Of T tokens -> [T, hidden]: the rank's share of the sum; or residual [T, hidden], which it is added to in place. beside [T, hidden]:
+        what is added to that, as of shared experts."""
         ...
 
     @property
@@ -57,9 +58,9 @@ class SingleExperts:
     def groups(self, x: torch.Tensor, num_chosen: int) -> None:
         return None
 
-    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None) -> torch.Tensor:
         made = ops.mix_experts(routing.x, routing.experts, routing.weights, self.experts, self._first)
-        return made if residual is None else residual.add_(made)
+        return ops.add_mixed(made, residual, beside)
 
 
 class StackedExperts:
@@ -74,9 +75,9 @@ class StackedExperts:
         num_own, *sizes = self._down.shape
         return ops.choose_groups(len(x), num_chosen, self._first, num_own, x.dtype, x.device, (sizes[0], sizes[1]))
 
-    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None) -> torch.Tensor:
         own = (self._gate_up, self._down, self._activation, self._is_silu, self._first)
-        return ops.mix_experts_on_gpu(routing.x, routing.experts, routing.weights, *own, residual, routing.lists)
+        return ops.mix_experts_on_gpu(routing.x, routing.experts, routing.weights, *own, residual, beside, routing.lists)
 
 
 class QuantizedExperts:
@@ -96,9 +97,9 @@ class QuantizedExperts:
     def groups(self, x: torch.Tensor, num_chosen: int) -> ops.ExpertGroups | None:
         return ops.choose_quantized_groups(len(x), num_chosen, self._first, self._count, self._gate_up, self._down, x.dtype)
 
-    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None, beside: torch.Tensor | None = None) -> torch.Tensor:
         own = (self._gate_up, self._down, self._activation, self._is_silu, self._first)
-        return ops.mix_quantized_experts(routing.x, routing.experts, routing.weights, *own, residual, routing.lists)
+        return ops.mix_quantized_experts(routing.x, routing.experts, routing.weights, *own, residual, beside, routing.lists)
 
 
 def stack(weights: Iterable[Quantized], count: int, where: str) -> ops.QuantizedWeight:

@@ -38,8 +38,8 @@ class QuantizedLinear(UnfusedLinear):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         ops.quantized_add_linear(residual, x, self.weight, self.bias)
 
-    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        out.copy_(self(x))
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, is_ready: bool = False) -> None:
+        ops.write_quantized_linear(out, x, self.weight, self.bias, is_ready)
 
 
 def count_written(linear: object) -> int:

@@ -24,5 +24,5 @@ class UnfusedLinear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         residual.add_(self(x))
 
-    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, is_ready: bool = False) -> None:
         out.copy_(self(x))

@@ -140,10 +140,13 @@ def test_mix_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype, 
     out = mix_experts(x, experts, weights, gate_up, down, silu_mul, True)
     limit = 6e-3 if dtype == BF16 else 1e-3
     assert out.shape == x.shape and relative_error(out, expected) < limit
-    residual = torch.randn_like(x)
+    residual, beside = torch.randn_like(x), torch.randn_like(x)
     added = residual + out
     assert mix_experts(x, experts, weights, gate_up, down, silu_mul, True, residual=residual) is residual
     assert torch.equal(residual, added)
+    assert torch.equal(mix_experts(x, experts, weights, gate_up, down, silu_mul, True, beside=beside), out + beside)
+    mix_experts(x, experts, weights, gate_up, down, silu_mul, True, residual=residual, beside=beside)
+    assert torch.equal(residual, added + out + beside)
     assert relative_error(mix_experts(x, experts, weights, gate_up, down, silu_mul, False), expected) < limit
 
 
