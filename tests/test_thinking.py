@@ -24,7 +24,7 @@ PART = "<think>\nx = 1\ny = 2\n</think>\n\nprint(x, y)\n\n"
 """The bundled model writes on what comes again and again."""
 TEMPLATE = (
     "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
-    "{% if tools %}{% endif %}"
+    "{% if tools %}{% endif %}{% for document in documents or () %}{{ document.text }}{% endfor %}"
 )
 ASK: Any = {"messages": [{"role": "user", "content": PART * 8}], "model": "default", "max_tokens": 48, "temperature": 0, "stop": ["\n\n<think>"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -166,6 +166,13 @@ def test_what_the_template_is_given(api):
     address = str(api.base_url).removesuffix("v1/") + "tokenize"
     counts: list[Any] = [api.post(address, cast_to=object, body={"messages": messages, **own}) for own in ({}, PLAIN["extra_body"])]
     assert counts[0]["count"] < counts[1]["count"]
+    texts = [{"title": "a", "text": "print(1)"}, {"text": "print(2)"}]
+    for own, text in (({"documents": texts}, "print(1)print(2)"), ({"documents": [], "chat_template_kwargs": {"documents": texts[1:]}}, "print(2)")):
+        found: Any = api.post(address, cast_to=object, body={"messages": messages, **own})
+        written: Any = api.post(address.replace("tokenize", "detokenize"), cast_to=object, body={"tokens": found["tokens"]})
+        assert written["prompt"].endswith("<think>\n" + text)
+    with pytest.raises(openai.BadRequestError, match=r"documents.*dictionary"):
+        api.chat.completions.create(**ASK, extra_body={"documents": ["a text"]})
     plain = read(api, reasoning_effort="none")
     assert not plain[0][0] and plain == read(api, **PLAIN)
     efforts: Any = {"reasoning_effort": "none", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}

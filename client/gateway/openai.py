@@ -237,19 +237,23 @@ class Templated(Strict):
     """vLLM's: more variables, such as enable_thinking."""
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
-    """vLLM's, as the next: whether the assistant's turn is opened. Default: unless the final message goes on."""
+    """vLLM's, as the next ones: whether the assistant's turn is opened. Default: unless the final message goes on."""
     continue_final_message: bool | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    """What the answer is to go by, where the template reads it."""
 
     @property
     def variables(self) -> dict[str, Any]:
         """As decode takes them."""
         turn = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
         given = {name: value for name, value in turn.items() if value is not None}
-        return {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {}), **given}
+        documents = {"documents": self.documents} if self.documents else {}
+        return {**effort_variables(self.reasoning_effort), **documents, **(self.chat_template_kwargs or {}), **given}
 
     def check_is_used(self, has_messages: bool) -> None:
         """Raises ValueError for what a prompt without a template has no use for."""
-        idle: dict[str, Any] = {"chat_template_kwargs": {}, "reasoning_effort": None, "add_generation_prompt": True, "continue_final_message": False}
+        turn = {"add_generation_prompt": True, "continue_final_message": False}
+        idle: dict[str, Any] = {"chat_template_kwargs": {}, "reasoning_effort": None, "documents": [], **turn}
         if not has_messages and (given := [name for name, value in idle.items() if getattr(self, name) not in (None, value)]):
             raise ValueError(f"{given[0]} needs messages: text has no template")
 
