@@ -47,3 +47,7 @@ def test_names_of_other_servers_are_kept_for_errors() -> None:
     assert (names["structured_outputs"], names["structured_outputs.grammar"], names["include_stop"]) == ("ebnf", "ebnf", "no_stop_trim")
     with pytest.raises(ValidationError, match="give one of json_schema, guided_regex, ebnf"):
         ChatRequest.model_validate({"text": "x", "ebnf": "x", "json_schema": {}, "guided_regex": "x"})
+    chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "y"}]})
+    assert chat.server_names()["chat_template_kwargs"] == "documents" and chat.parameters()["chat_template_kwargs"] == {"documents": [{"text": "y"}]}
+    with pytest.raises(ValidationError, match="documents needs messages: text has no template"):
+        ChatRequest.model_validate({"text": "x", "documents": [{"text": "y"}]})

@@ -331,8 +331,10 @@ class ChatRequest(Templated, GenerateRequest):
         return values
 
     def server_names(self) -> dict[str, str]:
-        limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return {**super().server_names(), **limit, "logprobs": "top_logprobs", "text_input": "text"}
+        own = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        if self.documents and not self.chat_template_kwargs:
+            own["chat_template_kwargs"] = "documents"
+        return {**super().server_names(), **own, "logprobs": "top_logprobs", "text_input": "text"}
 
 
 class SuffixCorpusRequest(Strict):
