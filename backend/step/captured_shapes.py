@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from backend.step.options import Options
 from backend.step.tensors import StepShape
@@ -49,15 +49,13 @@ def captured_drafting(drafts: Iterable[tuple[int, bool]]) -> list[Drafting]:
     return sorted(Drafting(count, has, has and count > 0, has_model and (count > 0 or has)) for count, has in own)
 
 
-def fit_drafting(shape: StepShape, captured: Iterable[Drafting]) -> StepShape:
-    """With the drafting of the least graph that does for it."""
-    if not shape.num_model_drafts and not shape.has_lookup:
-        return shape
-    found = next((own for own in captured if own.covers(shape)), None)
-    if found is None:
-        return shape
-    fitted = dataclasses.replace(shape, num_model_drafts=found.num_model, has_lookup=found.has_lookup)
-    return dataclasses.replace(fitted, has_lookup_alone=found.has_lookup_alone, reports_drafts=shape.reports_drafts or found.is_reported)
+def fit_drafting(shape: StepShape, captured: Iterable[Drafting], **others: Any) -> StepShape:
+    """With the drafting of the least graph that does for it. others: fields that change besides: writing a shape anew takes time in every step."""
+    drafts = shape.num_model_drafts or shape.has_lookup
+    if drafts and (found := next((own for own in captured if own.covers(shape)), None)) is not None:
+        others |= {"num_model_drafts": found.num_model, "has_lookup": found.has_lookup, "has_lookup_alone": found.has_lookup_alone}
+        others["reports_drafts"] = shape.reports_drafts or found.is_reported
+    return dataclasses.replace(shape, **others) if others else shape
 
 
 def shapes_to_capture(batches: Sequence[int], widths: Iterable[int], drafts: Sequence[Drafting], tree_width: int = 0) -> list[StepShape]:

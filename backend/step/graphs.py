@@ -44,8 +44,8 @@ from kernels.structs import COUNT, FIRST, NUM_FIELDS
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING, MAX_LATER = 256, 128
-"""Shapes that wait to be captured, and graphs that were captured while serving: the least used goes first."""
+MAX_WAITING, MAX_LATER, MAX_FITTED = 256, 128, 4096
+"""Shapes that wait to be captured, and graphs that were captured while serving: the least used goes first; shapes of steps that were fitted."""
 
 Launch = Callable[[], None]
 
@@ -102,6 +102,8 @@ class Graphs:
         """What the graphs of all phases of a batch size and width share, with trees or without."""
         self._advanced: dict[int, Advanced] = {}
         """By batch size: what the model drafter's graphs leave to those of drafts."""
+        self._fitted: dict[StepShape, StepShape] = {}
+        """What steps without prompts were fitted to."""
         self._graphs: dict[Phase, tuple[torch.cuda.CUDAGraph, StepTensors]] = {}
         self._later: OrderedDict[Phase, None] = OrderedDict()
         self._waiting: OrderedDict[StepShape, None] = OrderedDict()
@@ -119,6 +121,16 @@ class Graphs:
     def fit(self, shape: StepShape) -> StepShape:
         """The least shape made in advance that such a step fits in. Of a step with prompts that is what follows its forward; where nothing made in
         advance follows, it keeps its requests."""
+        if shape.num_prompts:  # hardly any two are the same
+            return self._fit(shape)
+        found = self._fitted.get(shape)
+        if found is None:
+            if len(self._fitted) >= MAX_FITTED:
+                self._fitted.clear()
+            found = self._fitted[shape] = self._fit(shape)
+        return found
+
+    def _fit(self, shape: StepShape) -> StepShape:
         own, trees = self._chain_widths, self._tree_widths if shape.has_trees else None
         num_rows = sum(shape.prompt_lens) + (shape.batch - shape.num_prompts) * shape.num_queries
         # What was captured is worth some idle rows.
@@ -131,10 +143,10 @@ class Graphs:
         elif shape.num_prompts:
             batch, queries = shape.batch, next(n for n in trees or sorted({*own, *WIDTHS}) if n >= shape.num_queries)
             num_rows = sum(shape.prompt_lens) + (batch - shape.num_prompts) * queries
-        shape = fit_drafting(shape, self._drafts)
+        rows = {}
         if shape.num_prompts and self.pieces is not None:
-            shape = dataclasses.replace(shape, num_rows=self.pieces.fit(num_rows), num_drafter_rows=num_drafter_rows)
-        return dataclasses.replace(shape, batch=batch, num_queries=queries)
+            rows = {"num_rows": self.pieces.fit(num_rows), "num_drafter_rows": num_drafter_rows}
+        return fit_drafting(shape, self._drafts, batch=batch, num_queries=queries, **rows)
 
     def _can_follow(self, shape: StepShape, key: tuple[int, int, bool]) -> bool:
         """Whether graphs of steps that decode may follow a forward with prompts: of scores of prompts, and of what looks at rows once more, there are
@@ -301,6 +313,7 @@ class Graphs:
         batch sizes."""
         started = time.perf_counter()
         self._queries, self._drafts = sorted(set(queries)), captured_drafting(drafts)
+        self._fitted.clear()
         shapes = shapes_to_capture(self._batch_sizes, self._queries, self._drafts, self._tree_width)
         if self._is_cascade:
             shapes += [dataclasses.replace(shape, has_prefixes=True) for shape in shapes if shape.batch >= MIN_SHARERS]

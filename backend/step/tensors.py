@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,8 +60,8 @@ class StepShape:
 
     def without_prompts(self) -> StepShape:
         """What is the same after the forward: of as many requests that all decode."""
-        rows = dataclasses.replace(self, num_rows=0, num_drafter_rows=0, has_prefixes=False)
-        return dataclasses.replace(rows, prompt_lens=(), prompt_seq_lens=(), drafter_counts=(), drafter_seq_lens=(), scored=())
+        none: Any = dict.fromkeys(("prompt_lens", "prompt_seq_lens", "drafter_counts", "drafter_seq_lens", "scored"), ())
+        return dataclasses.replace(self, num_rows=0, num_drafter_rows=0, has_prefixes=False, **none)
 
 
 @dataclass(slots=True)
