@@ -371,7 +371,8 @@ def load(device: torch.device, source: str, name: str, defines: Defines | None =
 
     shared: most bytes of dynamic shared memory that a launch asks for. programmatic: from sm_90 on a launch may begin before the kernel
     ahead of it on the stream has ended; the function must execute griddepcontrol.wait before it touches what any earlier kernel writes,
-    reads or frees, in at least one thread of the grid whatever the arguments are. Raises KernelError.
+    reads or frees, in at least one thread of the grid whatever the arguments are; or at its end, where it runs beside the kernel ahead
+    (`wait_for_earlier` in programmatic.cuh says when it may). Raises KernelError.
     """
     if _asked_for is not None:
         _asked_for.append((source, defines or {}))
