@@ -155,6 +155,24 @@ def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step(n
     assert learned == number and budget.chosen.count == steps * number, "each once in so many steps"
 
 
+@pytest.mark.parametrize(("number", "more"), [(1, 2), (4, 3), (4, 5)])
+def test_choices_that_change_nothing_are_far_apart(number: int, more: int) -> None:
+    """A choice takes the host longer than all else that is planned of a small step. One request more or less is no reason for another, others are."""
+    budget, chosen = DraftBudget(lambda request: Ability("mtp", STEPS, "ngram"), is_exact=False), []
+    of = [Request(str(n), [1, 2], SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS), num_steps_ahead=1) for n in range(8)]
+    other = Request("other", [1, 2], SamplingParams(), Speculation("mtp", TOP, num_model_steps=STEPS), num_steps_ahead=1)
+
+    def steps(requests: list[Request], count: int) -> int:
+        chosen.clear()
+        for _ in range(count):
+            budget.begin(requests)
+            chosen.append(budget._limits.is_fresh)
+        return sum(chosen)
+
+    assert steps(of[:number], 80) >= 7 and steps(of[:number], 64) == 4 and steps(of[:more], 15) <= 1
+    assert steps([*of[:more], other], 1) == 1
+
+
 def test_a_step_takes_the_devices_time_or_the_hosts() -> None:
     times = PaddedTimes(CostClass.PER_DRAFT)
     assert times.step(1, 5, 0, 0, False, 2.0) == 0
