@@ -143,7 +143,7 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
 # -- what is chosen ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "steps"), [(4, 1), (5, 2), (15, 4), (16, 4), (64, 8), (128, 8)])
+@pytest.mark.parametrize(("number", "steps"), [(3, 1), (4, 2), (15, 5), (16, 6), (64, 8), (128, 8)])
 def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step(number: int, steps: int) -> None:
     budget = DraftBudget(lambda request: Ability(lookup="ngram"), is_exact=False)
     own = Speculation("ngram", TOP, is_adaptive=False)
@@ -153,6 +153,24 @@ def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step(n
         budget.begin(requests)
         learned += sum(budget.note_verified(request, TOP) for request in requests)
     assert learned == number and budget.chosen.count == steps * number, "each once in so many steps"
+
+
+@pytest.mark.parametrize(("number", "more"), [(1, 2), (4, 3), (4, 5)])
+def test_choices_that_change_nothing_are_far_apart(number: int, more: int) -> None:
+    """A choice takes the host longer than all else that is planned of a small step. One request more or less is no reason for another, others are."""
+    budget, chosen = DraftBudget(lambda request: Ability("mtp", STEPS, "ngram"), is_exact=False), []
+    of = [Request(str(n), [1, 2], SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS), num_steps_ahead=1) for n in range(8)]
+    other = Request("other", [1, 2], SamplingParams(), Speculation("mtp", TOP, num_model_steps=STEPS), num_steps_ahead=1)
+
+    def steps(requests: list[Request], count: int) -> int:
+        chosen.clear()
+        for _ in range(count):
+            budget.begin(requests)
+            chosen.append(budget._limits.is_fresh)
+        return sum(chosen)
+
+    assert steps(of[:number], 80) >= 7 and steps(of[:number], 64) == 4 and steps(of[:more], 15) <= 1
+    assert steps([*of[:more], other], 1) == 1
 
 
 def test_a_step_takes_the_devices_time_or_the_hosts() -> None:

@@ -39,6 +39,7 @@ class StepCosts:
         self._verify_by: dict[int, Times] = defaultdict(Times)  # by requests: rows of more requests read more keys
         self._own: Times | None = None
         self._draft: dict[int, Times] = defaultdict(Times)  # by drafts, over requests
+        self._drafts_of: dict[float, dict[int, float]] = {}  # by requests: of each number that was measured, the least time of those no smaller
         self._rest: float | None = None
 
     @property
@@ -71,6 +72,7 @@ class StepCosts:
     def add_draft(self, num_drafts: int, num_requests: int, seconds: float, ends: Sequence[float] = ()) -> None:
         """num_drafts: the most that the model made for a request; ends: when each of them was made, of which fewer drafts' times are known too,
         and what one more takes from one and the same step."""
+        self._drafts_of.clear()
         for number, end in enumerate(ends[: num_drafts - 1], 1):
             self._draft[number].add(num_requests, end + seconds - ends[-1])
         self._draft[num_drafts].add(num_requests, seconds)
@@ -90,27 +92,31 @@ class StepCosts:
             return self._line.at(rows, self._keys) + (self._rest or 0.0) if self._line else 0.0
         if not self._verify:
             return 0.0
-        whole, own = self._verify.at(rows), self._own
-        if own is not None and own:
-            nearest = min(max(rows, own.counts[0]), own.counts[-1])
-            whole = own.at(nearest) * whole / max(self._verify.at(nearest), 1e-9)
-        return whole + (self._rest or 0.0)
+        rest, own = self._rest or 0.0, self._own
+        if own is None or not own.counts:
+            return self._verify.at(rows) + rest
+        nearest = min(max(rows, own.counts[0]), own.counts[-1])
+        if nearest == rows:
+            return own.at(rows) + rest
+        return own.at(nearest) * self._verify.at(rows) / max(self._verify.at(nearest), 1e-9) + rest
 
     def draft(self, num_drafts: int, num_requests: float) -> float:
         """Of numbers of drafts that were not measured, on the line through those beside them, or from the nearest one by the class. A number
         takes no longer than a greater one: what says so is noise."""
         if num_drafts <= 0 or not num_requests or not self._draft or self._class is CostClass.FREE:
             return 0.0
-        measured = {number: times.at(num_requests) for number, times in self._draft.items()}
-        above = [number for number in measured if number >= num_drafts]
-        below = [number for number in measured if number < num_drafts]
-        most = min((measured[number] for number in above), default=0.0)
-        if num_drafts in measured or self._class is CostClass.BLOCK:
-            return most if above else measured[max(below)]
-        if not below:
-            return most * num_drafts / min(above)
-        low = max(below)
-        least = min(measured[low], most) if above else measured[low]
-        if not above:
-            return least * num_drafts / low
-        return least + (most - least) * (num_drafts - low) / (min(above) - low)
+        measured = self._drafts_of.get(num_requests)
+        if measured is None:
+            measured, least = {}, float("inf")
+            for number in sorted(self._draft, reverse=True):
+                measured[number] = least = min(least, self._draft[number].at(num_requests))
+            self._drafts_of[num_requests] = measured
+        if (known := measured.get(num_drafts)) is not None:
+            return known
+        above = min((number for number in measured if number > num_drafts), default=0)
+        below = max((number for number in measured if number < num_drafts), default=0)
+        if self._class is CostClass.BLOCK:
+            return measured[above or below]
+        if not below or not above:
+            return measured[above or below] * num_drafts / (above or below)
+        return measured[below] + (measured[above] - measured[below]) * (num_drafts - below) / (above - below)

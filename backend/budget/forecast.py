@@ -26,9 +26,9 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def without_model(kind: Kind) -> Kind:
-    """Those that do not ask it."""
-    return kind._replace(has_model=False)
+def asking(kind: Kind, has_model: bool, has_host: bool = False) -> Kind:
+    """The same requests where these are asked."""
+    return kind._replace(has_model=has_model, has_host=has_host)
 
 
 class _Counts:
@@ -48,12 +48,19 @@ class _Counts:
     def add(self, limits: Sequence[int], num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
         most = max(limits)
         self._extend(most)
+        if len(limits) == 1:
+            self._add_one(most, num_drafts[0], num_accepted[0])
+            return
         beyond = [_count_beyond(values, most) for values in (limits, num_drafts, num_accepted)]
         for place, (tries, drafted, accepted) in enumerate(zip(*beyond)):
             kept = MEMORY**tries
             self.tries[place] = self.tries[place] * kept + tries
             self.drafted[place] = self.drafted[place] * kept + drafted
             self.accepted[place] = self.accepted[place] * kept + accepted
+
+    def _add_one(self, limit: int, num_drafts: int, num_accepted: int) -> None:
+        for values, count in ((self.tries, limit), (self.drafted, min(num_drafts, limit)), (self.accepted, min(num_accepted, limit))):
+            values[:limit] = [MEMORY * value + 1.0 for value in values[:count]] + [MEMORY * value for value in values[count:limit]]
 
     def add_expected(self, count: int, chances: Sequence[float], weight: int) -> None:
         self._extend(count)

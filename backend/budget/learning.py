@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from backend.budget.forecast import Forecast, Kind, without_model
+from backend.budget.forecast import Forecast, Kind, asking
 from backend.budget.known import MAX_SCORE, Means, Own
 from backend.budget.limits import FEW
 from backend.budget.padded import PaddedStep
@@ -16,7 +16,7 @@ from backend.metrics import Histogram
 
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
-MANY, MAX_TURN = 4, 8
+MANY, MAX_TURN = 3, 8
 """Requests that learn from each step at most where the device is not to wait for Python: of more, some in turn, each for others like it, but each of
 them once in so many steps at least."""
 LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
@@ -106,7 +106,7 @@ class Learning:
         if is_asked:
             count = request.speculation.num_speculative_tokens
             chances, right = self._survival.of_match(request.request_id, own.ability.lookup, matched, count)
-            self._forecast.add_expected(without_model(own.kind), count, chances, often)
+            self._forecast.add_expected(asking(own.kind, False), count, chances, often)
         for means, share in self._shares(own, often):
             means.note_lookup(right, share)
 
@@ -131,7 +131,7 @@ class Learning:
                     self.note_host(known, accepted)
             alike.setdefault(key, []).append((limit, drafts, accepted))
         for (kind, has_model, has_host), rows in alike.items():
-            self._forecast.add(kind._replace(has_model=has_model, has_host=has_host), *zip(*rows))
+            self._forecast.add(asking(kind, has_model, has_host), *zip(*rows))
 
     def least_score(self, request: Request, lookup: str, count: int, worth: float) -> int:
         """The least score from which so many drafts of a lookup are worth as much as the model's."""
@@ -157,7 +157,7 @@ class Learning:
     def note_listened(self, request: Request, own: Own, num_drafts: int, right: int, num_requests: int) -> None:
         """What lookups of the host would have brought a request that did not wait for them: one of so many."""
         often = min(listen_every(num_requests) * num_requests, MAX_OFTEN)
-        kind, count = without_model(own.kind)._replace(has_host=True), request.speculation.num_speculative_tokens
+        kind, count = asking(own.kind, False, True), request.speculation.num_speculative_tokens
         self._forecast.add_expected(kind, count, [float(place < right) for place in range(num_drafts)], often)
         self.note_host(own, right, often)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from backend.budget.costs import StepCosts
-from backend.budget.forecast import Forecast, Kind
+from backend.budget.forecast import Forecast, Kind, asking
 from backend.budget.known import Own
 from backend.budget.padded import PaddedTimes
 
@@ -28,8 +28,9 @@ MAX_SHIFT = 4.0
 DAMPING = 0.5
 """Its power: a request's last ten steps say less than hundreds of others' do."""
 FEW, EVERY_OF_FEW, EVERY, ALIKE = 4, 4, 16, 4
-"""Steps between two choices there, unless requests of another kind come, or the fourth part of them more or less: Python would take longer to choose
-than the device for a small step, and where requests come and go their number is another one in every step."""
+"""Steps between two choices there, unless requests of another kind come, or more than one and the fourth part of them more or less: Python would take
+longer to choose than the device for a small step, and where requests come and go their number is another one in every step. Of few requests each
+choice that changes nothing puts the next one off by as many more."""
 SETTLED = 12
 """Trials after which every other one is left out, if nothing else was chosen meanwhile."""
 REGRET_MEMORY = 0.995
@@ -92,7 +93,7 @@ class Limits:
         self._last: tuple[frozenset[Group], int] | None = None  # what was chosen for
         self._num_last = 0  # of how many requests
         self._age = 0  # steps since
-        self._num_trials = 0  # since another choice was made
+        self._num_trials = self._num_same = 0  # since another choice was made; and choices since then
         self._num_alike = MIN_ALIKE  # steps with the model, or without it, one after the other
         self._fixed: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # tokens and seconds that a limit promised
         self._actual = [0.0, 0.0]
@@ -102,8 +103,8 @@ class Limits:
         measured."""
         self._age += 1
         self._num_alike += 1
-        wanted, every = (frozenset(groups), top), EVERY_OF_FEW if num_requests <= FEW else EVERY
-        is_alike = self._last == wanted and ALIKE * abs(num_requests - self._num_last) <= self._num_last
+        wanted, every = (frozenset(groups), top), EVERY if num_requests > FEW else min(EVERY, EVERY_OF_FEW * (1 + self._num_same))
+        is_alike = self._last == wanted and ALIKE * abs(num_requests - self._num_last) <= max(self._num_last, ALIKE)
         if self._padded is not None and is_alike and self._age < every:
             return self._speeds[self.chosen]
         self._last, self._num_last, self._age = wanted, num_requests, 0
@@ -119,6 +120,7 @@ class Limits:
         else:
             best = max(speeds, key=lambda choice: speeds[choice])
             self.chosen = best if speeds[best] > MIN_GAIN * speeds[current] else current
+        self._num_same = self._num_same + 1 if self.chosen == before else 0
         if self.chosen.is_asked != before.is_asked:
             self._num_alike = 0
         if self.chosen[1:] != before[1:]:
@@ -160,7 +162,9 @@ class Limits:
                 is_silent = group.kind.has_model and group.is_paced and not is_asked and not group.has_others
                 count = group.num_wanted
                 expected[group] = [(0.0, 0.0)] * (count + 1) if is_silent else self._expect(group, owns, is_asked, waits)
-            for limit in _levels(top, padded is not None)[0 if is_asked and not waits else 1 :]:
+            limits = _levels(top, padded is not None)[0 if is_asked and not waits else 1 :]
+            shapes, num_rows = [], []
+            for limit in limits:
                 rows = tokens = float(num_requests)
                 asked = most = num_model = 0
                 for group, owns in groups.items():
@@ -172,10 +176,13 @@ class Limits:
                     most = max(most, own_limit)
                     if group.kind.has_model and (is_asked or not group.is_paced) and own_limit:
                         asked, num_model = asked + number, max(num_model, min(group.num_model, own_limit))
-                if padded is None:
-                    seconds = self._costs.verify(rows) + (draft_seconds if limit else 0.0)
-                else:
-                    seconds = padded.step(num_requests, most, num_model, asked, waits, tokens)
+                shapes.append((most, num_model, asked, tokens))
+                num_rows.append(rows)
+            if padded is None:
+                times = [self._costs.verify(rows) + (draft_seconds if limit else 0.0) for limit, rows in zip(limits, num_rows)]
+            else:
+                times = padded.steps(num_requests, shapes, waits)
+            for limit, (*_, tokens), seconds in zip(limits, shapes, times):
                 found[Choice(limit, is_asked, waits)] = tokens / seconds if seconds else 0.0
                 if is_asked and not waits and (padded is not None or not has_prompts):
                     self._fixed[limit][0] += tokens
@@ -186,7 +193,7 @@ class Limits:
         """Drafts and accepted drafts of one request by limit: as it was with others like these, and where steps are padded as much more or less as
         these have had lately."""
         has_model, has_host = group.kind.has_model and (is_asked or not group.is_paced), waits and group.may_wait and group.is_paced
-        found = self.forecast.expect(group.kind._replace(has_model=has_model, has_host=has_host), group.num_wanted)
+        found = self.forecast.expect(asking(group.kind, has_model, has_host), group.num_wanted)
         if self._padded is None or (has_host and has_model) or not group.num_model or not group.has_others:
             return found
         lately = sum(own.means.gain if has_model else own.means.host if has_host else own.means.lookup for own in owns) / len(owns)

@@ -50,8 +50,6 @@ class PaddedTimes:
         self._tokens = 0.0  # of a step
         self._prompt_rows = 0.0  # of such a step
         self._verify: dict[tuple[bool, int], float] = {}  # by rows, for the step that is planned
-        self._draft: dict[tuple[bool, int, int], float] = {}  # by drafts and requests
-        self._host_seconds: dict[tuple[int, bool, bool, int], float] = {}  # by requests, whether it is waited for and has prompts, and effort
         self._following = 0.0  # seconds of the model drafter there, where it makes no drafts
 
     @property
@@ -60,7 +58,6 @@ class PaddedTimes:
 
     def begin(self, num_requests: int, num_keys: int) -> None:
         self._verify.clear()
-        self._draft.clear()
         for costs in self._device.values():
             costs.begin(num_requests, num_keys)
 
@@ -99,15 +96,10 @@ class PaddedTimes:
     ) -> None:
         """is_waited_for: the device had nothing to do meanwhile; has_drafts: requests had some, or were looked up; has_model: the model made some."""
         self._host[has_prompts, is_waited_for][_effort(has_drafts, has_model)].add(num_requests, seconds)
-        self._host_seconds.clear()
 
     def _host_of(self, num_requests: int, is_waited_for: bool, has_prompts: bool, effort: int) -> float:
-        key = num_requests, is_waited_for, has_prompts, effort
-        seconds = self._host_seconds.get(key)
-        if seconds is None:
-            known = self._host[has_prompts, is_waited_for]
-            seconds = self._host_seconds[key] = known[min(known, key=lambda own: abs(own - effort))].at(num_requests) if known else 0.0
-        return seconds
+        known = self._host[has_prompts, is_waited_for]
+        return known[min(known, key=lambda own: abs(own - effort))].at(num_requests) if known else 0.0
 
     def step(self, num_requests: int, num_drafts: int, num_model: int, num_asked: int, is_waited_for: bool, num_tokens: float) -> float:
         """Of a usual step of requests that may have so many drafts each: the device's time, or the host's where that is longer, or both where one
@@ -115,23 +107,28 @@ class PaddedTimes:
 
         num_tokens: that it emits. Prompts come as requests end: the more tokens a step brings, the more steps have prompts in them.
         """
-        share = 1 - (1 - min(self._share, MAX_SHARE)) ** (num_tokens / self._tokens) if self._tokens else self._share
-        total = known = 0.0
-        for has_prompts, weight in ((False, 1 - share), (True, share)):
-            costs = self._device[has_prompts]
+        return self.steps(num_requests, [(num_drafts, num_model, num_asked, num_tokens)], is_waited_for)[0]
+
+    def steps(self, num_requests: int, shapes: Sequence[tuple[int, int, int, float]], is_waited_for: bool) -> list[float]:
+        """The same of several. shapes: (num_drafts, num_model, num_asked, num_tokens) of each."""
+        share, tokens = min(self._share, MAX_SHARE), self._tokens
+        shares = [1 - (1 - share) ** (shape[3] / tokens) if tokens else self._share for shape in shapes]
+        totals, known = [0.0] * len(shapes), [0.0] * len(shapes)
+        for has_prompts, costs in self._device.items():
             if not costs.is_known:
                 continue
-            rows, following = num_requests * (1 + num_drafts), 0.0
-            if has_prompts:
-                rows, following = rows + round(self._prompt_rows), self._following
-            verify, draft = self._verify.get((has_prompts, rows)), self._draft.get((has_prompts, num_model, num_asked))
-            if verify is None:
-                verify = self._verify[has_prompts, rows] = costs.verify(rows)
-            if draft is None:
-                draft = self._draft[has_prompts, num_model, num_asked] = costs.draft(num_model, num_asked)
-            device = verify + max(draft, following)
-            host = self._host_of(num_requests, is_waited_for, has_prompts, _effort(num_drafts > 0, num_model > 0))
-            weight = max(weight, 1e-3)
-            total += weight * (device + host if is_waited_for and not has_prompts else max(device, host))
-            known += weight
-        return total / known if known else 0.0
+            more, following = (round(self._prompt_rows), self._following) if has_prompts else (0, 0.0)
+            drafting, hosts = dict[tuple[int, int], float](), dict[int, float]()
+            for number, (num_drafts, num_model, num_asked, _) in enumerate(shapes):
+                rows, asked, effort = num_requests * (1 + num_drafts) + more, (num_model, num_asked), _effort(num_drafts > 0, num_model > 0)
+                verify, draft, host = self._verify.get((has_prompts, rows)), drafting.get(asked), hosts.get(effort)
+                if verify is None:
+                    verify = self._verify[has_prompts, rows] = costs.verify(rows)
+                if draft is None:
+                    draft = drafting[asked] = max(costs.draft(*asked), following)
+                if host is None:
+                    host = hosts[effort] = self._host_of(num_requests, is_waited_for, has_prompts, effort)
+                device, weight = verify + draft, max(shares[number] if has_prompts else 1 - shares[number], 1e-3)
+                totals[number] += weight * (device + host if is_waited_for and not has_prompts else max(device, host))
+                known[number] += weight
+        return [total / weight if weight else 0.0 for total, weight in zip(totals, known)]

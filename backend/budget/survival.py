@@ -12,8 +12,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from backend.core import Chain, Evidence
 
 MEMORY = 0.998
@@ -105,24 +103,6 @@ class Promise(NamedTuple):
 NO_PROMISE = Promise((), 0.0)
 
 
-class _Matches:
-    """What drafts of a lookup are worth by their match, where many requests ask in every step."""
-
-    def __init__(self, log_odds: list[list[float]], step: int) -> None:
-        """log_odds: [M][count], of each draft of each match, from 1 on."""
-        self._log_odds, self.step = np.array(log_odds, ndmin=2), step
-        self._by_shift: dict[int, tuple[np.ndarray, list[float]]] = {}  # by the request's own shift, in parts
-
-    def of_shift(self, shift: float) -> tuple[np.ndarray, list[float]]:
-        """Survivals [M, count], and their sums [M]."""
-        part = round(shift * PARTS)
-        found = self._by_shift.get(part)
-        if found is None:
-            survivals = (1 / (1 + np.exp(-self._log_odds - part / PARTS))).cumprod(axis=1)
-            found = self._by_shift[part] = survivals, survivals.sum(axis=1).tolist()
-        return found
-
-
 class Survival:
     """Called by the engine thread only."""
 
@@ -130,7 +110,8 @@ class Survival:
         self._buckets: dict[tuple[str, int], _Bucket] = {}
         self._chains: dict[Chain, list[_Bucket]] = {}
         self._own: dict[str, dict[str, float]] = {}
-        self._matches: dict[tuple[str, int], _Matches] = {}
+        self._promises: dict[tuple[str, int, int, int], Promise] = {}  # of lookups: by source, drafts, match and the request's own shift, in parts
+        self._asked = 0  # the step since when they are kept
         self.step = 0
         """Steps so far."""
 
@@ -165,28 +146,28 @@ class Survival:
             found.append((found[parent] if parent >= 0 else 1.0) / weight)
         return found
 
-    def _matching(self, request_id: str, source: str, count: int) -> tuple[np.ndarray, list[float]]:
-        """See `_Matches.of_shift`."""
-        found = self._matches.get((source, count))
-        if found is None or self.step - found.step >= MAX_AGE:
-            chains = [by_match(source, matched, count) for matched in range(1, MAX_MATCH + 1)]
-            found = _Matches([[self._bucket(evidence).log_odds for evidence in chain] for chain in chains], self.step)
-            self._matches[source, count] = found
-        return found.of_shift(self._own.get(request_id, NO_SHIFTS).get(source, 0.0))
-
     def of_match(self, request_id: str, source: str, matched: int, count: int) -> Promise:
         """The same of so many drafts of a lookup, by what stood lately: for when many ask in every step."""
         if matched <= 0 or not count:
             return NO_PROMISE
-        (survivals, tokens), number = self._matching(request_id, source, count), min(matched, MAX_MATCH) - 1
-        return Promise(survivals[number].tolist(), tokens[number])
+        if self.step - self._asked >= MAX_AGE:
+            self._promises.clear()
+            self._asked = self.step
+        part = round(self._own.get(request_id, NO_SHIFTS).get(source, 0.0) * PARTS)
+        key = source, count, min(matched, MAX_MATCH), part
+        found = self._promises.get(key)
+        if found is None:
+            own, exp, left = part / PARTS, math.exp, 1.0
+            buckets = self._buckets_of(by_match(source, key[2], count))
+            survivals = [left := left / (1.0 + exp(-bucket.log_odds - own)) for bucket in buckets]
+            found = self._promises[key] = Promise(survivals, sum(survivals))
+        return found
 
     def least_match(self, request_id: str, source: str, count: int, worth: float) -> int:
         """The least match of a lookup from which so many drafts of it are worth as many tokens; 0: none is."""
         if not count:
             return 0
-        _, tokens = self._matching(request_id, source, count)
-        return next((matched for matched, own in enumerate(tokens, 1) if own >= worth), 0)
+        return next((matched for matched in range(1, MAX_MATCH + 1) if self.of_match(request_id, source, matched, count).tokens >= worth), 0)
 
     def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> float:
         """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too.
