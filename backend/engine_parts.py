@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backend.config import EngineConfig
-from backend.drafters import Drafters, cost_class, count_tokens_after_step
+from backend.drafters import Drafters, cost_class, count_block_rows, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError
 from backend.parallel.ranks import Ranks
@@ -77,6 +77,7 @@ def load_parts(config: EngineConfig, ranks: Ranks, draft_service: DraftService |
         drafts_forced=config.max_forced_tokens > 0,
         cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
         max_model_drafts=worker.drafter.max_drafts if worker.drafter is not None else 0,
+        num_block_rows=count_block_rows(worker.drafter),
     )
     worker.warm_up()
     return EngineParts(tokenizer, worker, drafters, scheduler, planner)

@@ -57,7 +57,7 @@ class Generation:
 
 
 class LLM:
-    """A model in this process: a folder, a GGUF file, or a name on the hub.
+    """A model in this process: a folder, a GGUF file, or a name on the hub; so is a drafter (`model` of speculative_config).
 
     Keyword arguments beyond these are those of `EngineConfig`, by the names that vLLM has for them too; what changes nothing here is said in the log,
     and unknown ones are errors.
@@ -92,6 +92,9 @@ class LLM:
             config = EngineConfig.from_dict(values)
         except ConfigError as error:
             raise ConfigError(command.explain(error)) from None
+        speculative = config.speculative_config
+        if speculative.model is not None and (folder := str(find_model(speculative.model))) != speculative.model:  # likewise of any kind
+            config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=folder))
         self.engine = Engine(config)
         self.sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
         """Of prompts that come without SamplingParams."""

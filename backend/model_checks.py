@@ -98,7 +98,7 @@ def _find_drafter(config: Mapping[str, Any], directory: str | Path) -> str:
     names = config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in DRAFTERS:
         return names[0]
-    raise ModelError(f"{directory}/config.json: architectures {names!r:.200} is no drafter; known: {', '.join(DRAFTERS)}")
+    raise ModelError(f"{directory}/config.json: architectures {names!r:.200} is no drafter of method mtp; known: {', '.join(DRAFTERS)}")
 
 
 def find_drafter_folder(asked: str | None, model: str | Path) -> Path | None:

@@ -56,16 +56,18 @@ class Planner:
         max_masked_drafts: int = MAX_DRAFTS,
         drafts_forced: bool = True,
         max_model_drafts: int = MAX_DRAFTS,
+        num_block_rows: int = 0,
     ) -> None:
         """has_state_keeper: the step's drafter keeps what it needs of a token when the target computes that; max_drafter_tokens: that the model
         drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so that the drafter may catch up beside
         drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once; max_masked_drafts: of a request with a
-        grammar; drafts_forced: tokens that a grammar forces are drafted; max_model_drafts: that the step's model drafter can make in a step."""
+        grammar; drafts_forced: tokens that a grammar forces are drafted; max_model_drafts: that the step's model drafter can make in a step;
+        num_block_rows: of its block from the newest token on, which all need a place; 0: there is none."""
         self._config, self._drafters, self._budget = config, drafters, drafters.budget
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width, self._max_drafts, self._has_trees = -(-max_model_len // page_size), config.max_drafts, config.tree is not None
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
-        self._cascade_heads, self._max_model_drafts = cascade_heads, max_model_drafts
+        self._cascade_heads, self._max_model_drafts, self._num_block_rows = cascade_heads, max_model_drafts, num_block_rows
         self._drafting = StepDrafting(drafters, self._max_drafts, max_masked_drafts, drafts_forced)
         self._grammars = StepGrammars(config, max_masked_drafts, drafts_forced)
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size, is_complete=has_state_keeper)
@@ -217,11 +219,12 @@ class Planner:
         if place.has_model:
             num_model = budget.num_model(request)
             drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, num_model)
-            if drafter_count < 0 and not num_model:  # it keeps up, which a step does that drafts
+            most = self._num_drafts_held(request, num_model) if entry.is_short else num_model
+            if drafter_count < 0 and not most:  # it keeps up, which a step does that drafts
                 plan.num_model_drafts = max(plan.num_model_drafts, 1)
             is_current = drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits)
-            if num_model and is_current and entry.emits:
-                model_limit = 1 if entry.is_short else num_model
+            if most and is_current and entry.emits:
+                model_limit = most
                 plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
                 step.num_asked += 1
                 step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
@@ -245,6 +248,11 @@ class Planner:
                 plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
         head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone, *NO_PREFIX_NO_MASKS)
+
+    def _num_drafts_held(self, request: Request, num_model: int) -> int:
+        """Of a request whose pages hold its newest token, and maybe no more: of a block's rows none may lack a place."""
+        end = request.num_computed_tokens + request.num_tokens_ahead + 1 + self._num_block_rows
+        return min(num_model, 1) if not self._num_block_rows or end <= len(request.page_ids) * self._page_size else 0
 
     def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""

@@ -63,8 +63,8 @@ Verified = tuple[list[int], list[int], list[int]]
 """Known tokens, drafts and their parents."""
 
 
-def watch_trees(llm: LLM) -> list[Verified]:
-    """Of the steps of one request that verify drafts, all of which fall."""
+def watch_verified(llm: LLM) -> list[Verified]:
+    """Of the steps of one request of 37 + 26 tokens that verify drafts, all of which fall."""
     seen: list[Verified] = []
     worker = llm.engine.worker
     decide, table = worker.program.decide, worker.table
@@ -73,14 +73,19 @@ def watch_trees(llm: LLM) -> list[Verified]:
         index = int(step.indices[0])
         known, count = int(table.num_tokens[index]), int(table.num_drafts[index])
         if count:
-            seen.append((table.tokens[index, :known].tolist(), table.drafts[index, :count].tolist(), table.parents[index, :count].tolist()))
+            parents = table.parents[index, :count].tolist() if len(table.parents) else []  # of a chain there are none
+            seen.append((table.tokens[index, :known].tolist(), table.drafts[index, :count].tolist(), parents))
         decide(step)
 
     worker.program.decide = watched_decide  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=26, temperature=0.0, ignore_eos=True)
     llm.generate([{"prompt_token_ids": random_tokens(37)}], params, use_tqdm=False)
     assert len(seen) > 3
-    return seen[:3]
+    return seen
+
+
+def watch_trees(llm: LLM) -> list[Verified]:
+    return watch_verified(llm)[:3]
 
 
 def check_static(llm: LLM, following: Following, paths: list[list[int]]) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve, watched
+from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve, watch_verified, watched
 from tests.families import Case, assert_close, edited, make_model, random_tokens
 from tests.test_hand_overs import Direct, check_idle
 
@@ -330,6 +330,18 @@ def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], 
         for own_logits, other in zip(seen, expected):
             assert_close(own_logits[0], other)
     assert llm.engine.scheduler.num_cached_tokens >= 24
+
+
+@pytest.mark.parametrize("drafter", KINDS[:2], ids=str, indirect=True)
+def test_pages_that_hold_no_block(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    """Pages are as many as the request has tokens: near its end no draft is made, and none of rows that have no place."""
+    own, folder = drafter
+    speculative = {"method": own.kind.method, "model": str(folder), "accept_policy": "reject_all"}
+    memory = 8 * serve(target[1], **speculative).engine.worker.store.page_bytes
+    seen = watch_verified(serve(target[1], {"kv_cache_memory": memory}, **speculative))
+    for tokens, drafts, _ in seen:
+        assert drafts == [int(scores.argmax()) for scores in own.draft(tokens, len(drafts))]
+    assert len(seen[-1][0]) < 37 + 24
 
 
 @pytest.mark.parametrize("drafter", [KINDS[4]], ids=str, indirect=True)

@@ -261,7 +261,7 @@ def folder(tmp_path, root) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "is no drafter; known: LlamaMTP"),
+        ({"architectures": ["LlamaForCausalLM"]}, "is no drafter of method mtp; known: LlamaMTP"),
         ({"hidden_size": 256}, "hidden_size is 256; the target's is 192"),
         ({"vocab_size": 32000}, "vocab_size is 32000; the target's is 4096"),
         ({"max_position_embeddings": 1024}, "max_position_embeddings is 1024; the target's is 2048"),

@@ -81,7 +81,13 @@ KINDS = [
     Kind("3.1", config={"fc_norm": True, "norm_output": True}, has_map=False),
     Kind("norm before fc, two layers", config={"eagle_config": {"norm_before_fc": True}, "logit_scale": 0.5}, num_layers=2, has_map=False),
     Kind("P-EAGLE of speculators", config=PARALLEL, is_speculators=True, type="peagle", num_layers=2, layer="layers.0", has_embedding=True),
-    Kind("P-EAGLE, norms before fc", config={"ptd_token_id": 7, "fc_norm": True, "norm_output": True}, has_map=False),
+    # As of a target of six layers, whose usual choice has one of them twice.
+    Kind(
+        "P-EAGLE, norms, one layer twice",
+        config={"ptd_token_id": 7, "fc_norm": True, "norm_output": True, IDS: [1, 4, 4]},
+        has_map=False,
+        tapped=(2, 5, 5),
+    ),
     Kind("EAGLE", method="eagle", layer="layers.0", tapped=(), has_map=False),
     Kind("EAGLE, two layers, HASS", method="eagle", config={"add_para_norm": True}, layer="layers.0", tapped=(), num_layers=2, has_map=False),
     Kind("EAGLE of speculators", method="eagle", layer="transformer", tapped=(), is_speculators=True, has_map=False),

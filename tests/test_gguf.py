@@ -143,16 +143,17 @@ def test_modules_that_predict_more_tokens_come_along(tmp_path: Path) -> None:
 
 
 def test_served_as_transformers_computes_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file's name, converted once."""
+    """By the file's name, converted once, also where it is its own drafter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = write_gguf(folder, tmp_path / "model.gguf", Kind.Q4_1)
     prompt = [4, 7, 8, 9, 5, 6]
-    llm = LLM(str(path), dtype="float32", kv_cache_memory="4MiB")
+    speculative = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
+    llm = LLM(str(path), speculative_config=speculative, dtype="float32", kv_cache_memory="4MiB")
     (output,) = llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), use_tqdm=False)
     converted = find_model(path, Source(convert=lambda *_: pytest.fail("converted twice")))
     model = transformers.AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None)
-    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist() and output.outputs[0].stats.accepted
 
 
 # -- tokenizers -----------------------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ DRAFTERS: list[tuple[Damage, str]] = [
     (edited(rope_theta=NAN), "rope_theta is nan"),
     (edited(hidden_size=96), "hidden_size is 96; the target's is 192"),
     (edited(max_position_embeddings=100), "max_position_embeddings is 100; the target's is 2048"),
-    (edited(architectures=["LlamaForCausalLM"]), "architectures ['LlamaForCausalLM'] is no drafter; known: LlamaMTP"),
+    (edited(architectures=["LlamaForCausalLM"]), "architectures ['LlamaForCausalLM'] is no drafter of method mtp; known: LlamaMTP"),
     (replaced("config.json", None), "config.json cannot be read: it is not a regular file"),
 ]
 

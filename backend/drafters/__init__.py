@@ -11,7 +11,7 @@ from backend.budget import Ability, Chain, CostClass, DraftBudget
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
 from backend.drafters.hybrid import HybridDrafter
-from backend.drafters.loading import cost_class, count_tokens_after_step, load_step_drafter, step_drafter_identity, tap_width
+from backend.drafters.loading import cost_class, count_block_rows, count_tokens_after_step, load_step_drafter, step_drafter_identity, tap_width
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.ngram import PredictionLookup
 from backend.drafters.protocol import HostDrafter, Lookup
@@ -28,6 +28,7 @@ __all__ = [
     "Placement",
     "Placements",
     "cost_class",
+    "count_block_rows",
     "count_tokens_after_step",
     "find_place",
     "load_step_drafter",

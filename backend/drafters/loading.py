@@ -141,6 +141,11 @@ def count_tokens_after_step(config: SpeculativeConfig, drafter: StepDrafter | No
     return steps if block is None else max(steps, block.first + block.count_rows(steps))
 
 
+def count_block_rows(drafter: StepDrafter | None) -> int:
+    """Of a block that begins with the newest token, however many drafts are made of it; 0: there is none."""
+    return drafter.block.count_rows(1) if drafter is not None and drafter.block is not None and drafter.block.first == 0 else 0
+
+
 def cost_class(drafter: StepDrafter | None) -> CostClass:
     """How the time of the step's model drafter grows with its drafts."""
     return CostClass.PER_DRAFT if drafter is None or drafter.block is None else CostClass.BLOCK

@@ -85,13 +85,16 @@ class Eagle:
             self.mask_token_id = spec.mask_token_id
             width = spec.target_hidden_size * len(spec.tapped_layers)
             states = load_vector(spec.mask_hidden, width, checkpoint, weights).view(len(spec.tapped_layers), 1, -1)
-            self.mask_state = self.tap(states[0], dict(zip(spec.tapped_layers, states)))[0]
+            self.mask_state = self._join(list(states))[0]
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What fc makes of the states, so that one of them is kept in the place of several."""
         if not self.tapped_layers:
             return hidden
-        states = [entering[layer] for layer in self.tapped_layers]
+        return self._join([entering[layer] for layer in self.tapped_layers])
+
+    def _join(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """States [T, target's hidden] in the order of the tapped layers, of which one may come twice."""
         if len(self._fc_norms) > 1:
             states = [ops.rms_norm(state, weight, self.eps) for state, weight in zip(states, self._fc_norms)]
         joined = torch.cat(states, dim=-1)
