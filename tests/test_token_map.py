@@ -70,7 +70,7 @@ MADE: dict[str, Callable[[Path], Made]] = {
     "draft_model": make_draft_model,
     "eagle": make_with_layers(eagles, "EAGLE"),
     "eagle3": make_with_layers(eagles, "norm before fc, two layers"),
-    "P-EAGLE": make_with_layers(eagles, "P-EAGLE, norms before fc"),
+    "P-EAGLE": make_with_layers(eagles, "P-EAGLE, norms, one layer twice"),
     "dflash": make_with_layers(blocks, "DFlash"),
     "dspark": make_with_layers(blocks, "DSpark"),
     "medusa": make_heads("Medusa, an archive"),
