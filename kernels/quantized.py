@@ -153,13 +153,13 @@ def _multiply_stored(
     if norm is not None and not can_fuse and not (rounds and len(x) <= most):
         x, norm = rms_norm(x, *norm), None
 
-    num_rows = len(x)  # turns have results of their own, for which the memory may be that of a kernel still running
+    is_ready = is_ready and len(x) <= most  # turns have results of their own, in memory that may be a running kernel's
 
     def run(x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         if is_wide:
-            return wide_quantized.launch(x, weight, bias, residual, is_gated, rounds, norm, out, is_ready and len(x) == num_rows)
+            return wide_quantized.launch(x, weight, bias, residual, is_gated, rounds, norm, out, is_ready)
         norm_weight, eps = norm or (None, 0.0)
-        return _launch_skinny(x, weight, bias, residual, norm_weight, eps, is_gated, out, is_ready and len(x) == num_rows)
+        return _launch_skinny(x, weight, bias, residual, norm_weight, eps, is_gated, out, is_ready)
 
     if len(x) <= most:
         return run(x, residual, out)

@@ -143,7 +143,7 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
 # -- what is chosen ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "steps"), [(3, 1), (4, 2), (15, 5), (16, 6), (64, 8), (128, 8)])
+@pytest.mark.parametrize(("number", "steps"), [(4, 1), (5, 2), (15, 4), (16, 4), (64, 8), (128, 8)])
 def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step(number: int, steps: int) -> None:
     budget = DraftBudget(lambda request: Ability(lookup="ngram"), is_exact=False)
     own = Speculation("ngram", TOP, is_adaptive=False)

@@ -16,7 +16,7 @@ from backend.metrics import Histogram
 
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
-MANY, MAX_TURN = 3, 8
+MANY, MAX_TURN = 4, 8
 """Requests that learn from each step at most where the device is not to wait for Python: of more, some in turn, each for others like it, but each of
 them once in so many steps at least."""
 LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
