@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu_exchange [--ranks 2] [--hidden 4096] [--vocabulary 128256] [--rows 1 8 32 128]
 
-Sums are added to the residual stream, as after each attention and each MLP; gathers are of the scores of a vocabulary that is split.
+Sums are added to the residual stream, as after each attention and each MLP, large ones by shares too; gathers are of the scores of a vocabulary
+that is split.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from backend.parallel.ranks import make_ranks
+from backend.parallel.ranks import await_rows, make_ranks
+from kernels import scattered
 from kernels._load import device_stream
 
 EXCHANGES, REPEATS = 100, 9
@@ -45,24 +47,32 @@ def microseconds(exchange: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
+def add_as_it_is(memory: scattered.ScatterMemory, x: torch.Tensor, part: torch.Tensor) -> None:
+    """A sum by shares alone: nothing is computed while it is on its way."""
+    await_rows(scattered.add_product(x, part, lambda rows: rows, memory))
+
+
 def measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
     size, device = arguments.ranks, torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=MEET)
     with device_stream(device):
         ours = make_ranks(rank, size, store, device, MEET)
-        nccl = dataclasses.replace(ours, peers=None)
+        nccl = dataclasses.replace(ours, peers=None, scattered=None)
         if rank == 0:
             print(f"{size} x {torch.cuda.get_device_name(device)}, bfloat16, us an exchange\n")
-            print(f"| rows | sum of {arguments.hidden} | NCCL and an addition | gather of {arguments.vocabulary} | NCCL and a copy |")
-            print("|---|---|---|---|---|")
+            print(f"| rows | sum of {arguments.hidden} | NCCL and an addition | by shares | gather of {arguments.vocabulary} | NCCL and a copy |")
+            print("|---|---|---|---|---|---|")
         for rows in arguments.rows:
             x, part = (torch.zeros(rows, arguments.hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
             scores = torch.zeros(rows, arguments.vocabulary // size, device=device, dtype=torch.bfloat16)
             sums = [microseconds(partial(own.add_sum, x, part)) for own in (ours, nccl)]
+            shares = "-"
+            if ours.scattered is not None and scattered.can_scatter(x, size):
+                shares = f"{microseconds(partial(add_as_it_is, ours.scattered, x, part)):.1f}"
             gathers = [microseconds(partial(own.gather_vocabulary, scores, arguments.vocabulary)) for own in (ours, nccl)]
             if rank == 0:
-                print(f"| {rows} | {sums[0]:.1f} | {sums[1]:.1f} | {gathers[0]:.1f} | {gathers[1]:.1f} |", flush=True)
+                print(f"| {rows} | {sums[0]:.1f} | {sums[1]:.1f} | {shares} | {gathers[0]:.1f} | {gathers[1]:.1f} |", flush=True)
         ours.least(0, device)
         ours.close()
 

@@ -19,7 +19,7 @@ from backend import follower, group, rank_processes
 from backend.config import EngineConfig
 from backend.parallel.ranks import Ranks, make_ranks, meet_through
 from backend.rank_processes import start_rank
-from kernels.all_reduce import can_all_reduce
+from kernels.all_reduce import can_all_reduce, meet_peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class SharedRanks(Ranks):
 def make_shared_ranks(rank: int, size: int, store: dist.Store, device: torch.device, timeout: timedelta, address: str = "") -> Ranks:
     """In the place of `make_ranks`, on GPUs of one host that can write each other's memory. Raises RuntimeError where they cannot."""
     hosts = make_ranks(rank, size, store, torch.device("cpu"), timeout, address)
-    peers = meet_through(store, device, rank, size)
+    peers = meet_through(store, device, rank, size, meet_peers)
     if peers is None:
         raise RuntimeError("ranks that share GPUs need such as can write each other's memory")
-    return SharedRanks(rank, size, hosts.group, peers, hosts.sockets)
+    return SharedRanks(rank, size, hosts.group, peers, sockets=hosts.sockets)
 
 
 def device_of_rank(config: EngineConfig, rank: int) -> str:

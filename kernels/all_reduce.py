@@ -6,18 +6,12 @@ and two-shot kernels of TensorRT-LLM and FlashInfer).
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
-from kernels._load import ELEMENTS, Kernel, device_of, load
-
-logger = logging.getLogger(__name__)
+from kernels._load import ELEMENTS, Kernel, load
+from kernels.peer_memory import Exchange, Mapped, Waited, make_filler, map_memory
 
 THREADS, VECTORS, NUM_REGIONS = 256, 4, 128
 """Blocks that wait for other GPUs must all run at once: any GPU that is served has room for so many."""
@@ -31,9 +25,6 @@ MAX_GATHERED_BYTES = 16 * 2**20
 """From the other ranks together, where nothing is sent twice: the scores of 128 tokens, of half a vocabulary of 128k."""
 NOTHING = 0x80000000
 """What an empty place holds; kernels/all_reduce.cu."""
-FILLER_BYTES = 4 * 2**20
-GIVE_UP_SECONDS, LOOK_SECONDS = 10.0, 0.001
-"""For which nobody is waited for once a rank is gone (until whoever launches has heard of it), and between two looks whether somebody is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,45 +36,16 @@ class PeerMemory:
     """[size] int64 on the device: where each rank's memory begins, as this one sees it."""
     turns: torch.Tensor
     """[NUM_REGIONS] int32 on the device: how often each block has exchanged."""
-    _held: tuple[Any, ...]
-    """The driver's allocation and mappings."""
-    _num_bytes: int
-    _filler: np.ndarray
-    """Zeros that the GPU copies from the host."""
+    waited: Waited
+    _mapped: Mapped
 
     @property
     def size(self) -> int:
         return len(self.addresses)
 
-    def give_up(self, seconds: float = GIVE_UP_SECONDS) -> None:
-        """Some rank is gone: whoever waits for its values on this one's GPU has zeros instead, for so long. From any thread.
-
-        A kernel that waits cannot be ended, and all that was launched after it waits too. By the copy engine: waiting kernels may fill the rest.
-        """
-        device = device_of(self.turns.device)
-        driver, begin, size = device.driver, int(self._held[0]), self._filler.nbytes
-        device.context.push()
-        try:
-            own, end = driver.Stream(), time.monotonic() + seconds
-            while time.monotonic() < end:
-                if device.stream.is_done():
-                    time.sleep(LOOK_SECONDS)
-                    continue
-                for place in range(0, self._num_bytes, size):
-                    driver.memcpy_htod_async(begin + place, self._filler[: self._num_bytes - place], own)
-                own.synchronize()
-        except driver.Error:
-            logger.exception("rank %d: its GPU goes on waiting for a rank that is gone", self.rank)
-        finally:
-            driver.Context.pop()
-
     def close(self) -> None:
-        """When no kernel that reads or writes them is left, on this rank and the others."""
-        own, *mappings = self._held
-        for mapping in mappings:
-            if mapping is not None:
-                mapping.close()
-        own.free()
+        """When no kernel that reads or writes it is left, on this rank and the others."""
+        self._mapped.close()
 
 
 def _region_bytes(size: int) -> int:
@@ -91,28 +53,15 @@ def _region_bytes(size: int) -> int:
     return -(-(MAX_GATHERED_BYTES // (size - 1)) // (NUM_REGIONS * PASS)) * PASS
 
 
-def meet_peers(device: torch.device, rank: int, size: int, exchange: Callable[[str, bytes], list[bytes]]) -> PeerMemory | None:
-    """Memory that every rank of this host can write, when there is a way between their GPUs; None on all ranks otherwise.
-
-    exchange: gives every rank what each said under that name, in the ranks' order. Called within kernels.device_stream(device).
-    """
-    driver = device_of(device).driver
+def meet_peers(device: torch.device, rank: int, size: int, exchange: Exchange) -> PeerMemory | None:
+    """`PeerMemory` of every rank of this host; None on all ranks where their GPUs cannot write each other's memory. See `map_memory`."""
     num_bytes = 2 * size * NUM_REGIONS * _region_bytes(size)
-    own = driver.mem_alloc(num_bytes)
-    driver.memset_d32(own, NOTHING, num_bytes // 4)
-    torch.cuda.synchronize(device)
-    handles = exchange("memory", bytes(driver.mem_get_ipc_handle(own)))
-    mappings: list[Any] = []
-    try:
-        mappings = [None if r == rank else driver.IPCMemoryHandle(bytearray(handle)) for r, handle in enumerate(handles)]
-    except driver.Error as error:
-        logger.info("rank %d: other GPUs' memory cannot be read: %s", rank, error)
-    if b"no" in exchange("mapped", b"yes" if mappings else b"no"):
+    mapped = map_memory(device, rank, size, num_bytes, NOTHING, exchange, "memory")
+    if mapped is None:
         return None
-    addresses = [int(own if mapping is None else mapping) for mapping in mappings]
     turns = torch.zeros(NUM_REGIONS, dtype=torch.int32, device=device)
-    filler = torch.zeros(FILLER_BYTES, dtype=torch.uint8, pin_memory=True).numpy()  # now: to make it waits for the GPU
-    return PeerMemory(rank, torch.tensor(addresses, dtype=torch.int64, device=device), turns, (own, *mappings), num_bytes, filler)
+    waited = Waited(mapped.addresses[rank], num_bytes, make_filler(0))
+    return PeerMemory(rank, torch.tensor(mapped.addresses, dtype=torch.int64, device=device), turns, waited, mapped)
 
 
 def _can_exchange(part: torch.Tensor, max_bytes: int) -> bool:

@@ -142,16 +142,18 @@ def norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: 
     return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
-def norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
-    """silu_mul(norm_linear(x, norm_weight, eps, weight)): weight [2N, K] = gate | up -> [M, N]. gate_up is rounded in between as there."""
+def norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu_mul(norm_linear(x, norm_weight, eps, weight)): weight [2N, K] = gate | up -> [M, N], in `out` if that is given, contiguous. gate_up is
+    rounded in between as there."""
     _check("norm_gated_linear", x, weight)
     if _can_fuse_norm(x, weight):
-        return _launch(x, weight, None, None, norm_weight, eps, is_gated=True)
+        return _launch(x, weight, None, None, norm_weight, eps, is_gated=True, out=out)
     x = rms_norm(x, norm_weight, eps)
     if is_skinny(x, weight):
-        return _launch(x, weight, is_gated=True)
+        return _launch(x, weight, is_gated=True, out=out)
     if wide_linear.is_wide(x, weight, is_gated=True):
-        return wide_linear.launch(x, weight, is_gated=True)
+        return wide_linear.launch(x, weight, is_gated=True, out=out)
     if prompt_linear.is_long(x, weight, is_gated=True):
-        return prompt_linear.launch(x, weight, is_gated=True)
-    return silu_mul(reference.linear(x, weight))
+        return prompt_linear.launch(x, weight, is_gated=True, out=out)
+    made = silu_mul(reference.linear(x, weight))
+    return made if out is None else out.copy_(made)

@@ -29,7 +29,7 @@ from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
-from kernels.rounded import rounding_activations
+from kernels.rounded import is_rounded, rounding_activations
 from kernels.route import ExpertGroups, Routing, route_tokens, split_gate
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.split_attention import SplitAttention, can_split
@@ -81,6 +81,7 @@ __all__ = [
     "draft_ngram",
     "draw_tokens",
     "gelu_mul",
+    "is_rounded",
     "latent_attention",
     "linear",
     "mask_logits",

@@ -40,6 +40,7 @@ DEFINES = {
     "prompt_attention": {"ELEMENT": "__nv_bfloat16", "HEAD": 128, "VALUE": 128, "PAGE": 16},
     "route": {"ELEMENT": "__nv_bfloat16"},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
+    "scattered": {"ELEMENT": "__nv_bfloat16", "RANKS": 4},
     "prompt_linear": {"ELEMENT": "__nv_bfloat16", "CODES": 0, "WIDTH": 192, "GATED": 1, "GROUPED": 1, "STAGES": 5},
     "quantized_expand": {"ELEMENT": "__nv_bfloat16", "KIND": 1, "ZEROS": 0},
     "quantized_experts": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 32, "GROUPED": 1, "GATED": 1, "GATHER": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from backend.models.loader import Checkpoint
 from backend.models.parts import Attention
 from backend.models.rope import Angles, RopeTables
 from backend.models.spec import DecoderSpec
-from backend.parallel.ranks import Ranks
+from backend.parallel.ranks import WHOLE, Ranks, await_rows
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
@@ -31,6 +32,8 @@ class Passing:
     """Of each of the model's tables."""
     entering: dict[int, torch.Tensor]
     """See `Decoder.forward`."""
+    coming: Iterable[slice] = WHOLE
+    """Rows of x, as soon as they can be read."""
 
 
 class Decoder:
@@ -132,9 +135,11 @@ class Decoder:
 
     def ask(self, passing: Passing, number: int, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The queries [T, H, D] of layer `number`, which the states have come to; what it keeps of the tokens goes to their slots."""
+        rows, passing.coming = passing.coming, WHOLE
         if number in passing.entering:
-            passing.entering[number] = passing.x.clone()  # layers add to it in place
-        return self.layers[number].attention.append(passing.x, passing.angles[self._table_of[number]], slots, cache)
+            await_rows(rows)
+            rows, passing.entering[number] = WHOLE, passing.x.clone()  # layers add to it in place
+        return self.layers[number].attention.append(passing.x, passing.angles[self._table_of[number]], slots, cache, rows)
 
     def attend(
         self, number: int, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, out: torch.Tensor | None = None
@@ -144,7 +149,7 @@ class Decoder:
 
     def answer(self, passing: Passing, number: int, found: torch.Tensor) -> None:
         """The states past layer `number`, whose queries found this [T, H, V]."""
-        self.layers[number].finish(passing.x, found)
+        passing.coming = self.layers[number].finish(passing.x, found)
 
     def finish(self, passing: Passing, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, wanted: Wanted | None) -> torch.Tensor:
         """From the last layer's queries on -> what `forward` gives."""
@@ -156,6 +161,8 @@ class Decoder:
 
     def leave(self, passing: Passing) -> torch.Tensor:
         """The states past the last layer, normalised."""
+        await_rows(passing.coming)
+        passing.coming = WHOLE
         if self.num_layers in passing.entering:
             passing.entering[self.num_layers] = passing.x
         return ops.rms_norm(passing.x, self.norm, self.eps)

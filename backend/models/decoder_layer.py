@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from backend.models.latent import LatentAttention
@@ -12,6 +14,7 @@ from backend.models.moe_spec import MoeSpec
 from backend.models.parts import Attention, Mlp
 from backend.models.rope import Angles
 from backend.models.spec import LayerSpec
+from backend.parallel.ranks import await_rows
 from kernels import ops
 
 
@@ -33,10 +36,9 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], residual included; x is changed in place. attended [T, in]: what attention takes in x's place."""
         query = self.attention.append(x if attended is None else attended, angles, slots, cache)
-        self.finish(x, self.attention.attend(query, cache, plan))
+        await_rows(self.finish(x, self.attention.attend(query, cache, plan)))
         return x
 
-    def finish(self, x: torch.Tensor, found: torch.Tensor) -> None:
-        """Adds to x [T, hidden] in place what follows from what its queries found [T, H, D]."""
-        self.attention.o.add(x, found.flatten(1))
-        self.mlp.add(x)
+    def finish(self, x: torch.Tensor, found: torch.Tensor) -> Iterable[slice]:
+        """Adds to x [T, hidden] in place what follows from what its queries found [T, H, D]: see `Ranks.add_product`."""
+        return self.mlp.add(x, self.attention.o.add(x, found.flatten(1)))

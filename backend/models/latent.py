@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Part, Weights
-from backend.models.parts import Residual, optional_norm
+from backend.models.parts import Residual, by_rows, optional_norm
 from backend.models.rope import Angles, head_order
 from backend.models.spec import LayerSpec
+from backend.parallel.ranks import WHOLE
 from kernels import ops
 
 
@@ -43,15 +46,20 @@ class LatentAttention:
         self.cache_scales: ops.CacheScales | None = None
         """Of latents that are kept in e4m3."""
 
-    def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """x [T, hidden] -> queries [T, H, D]; latents go to their slots."""
-        made = self._down.after_norm(x, self.input_norm, self._eps)
+    def append(
+        self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...], rows: Iterable[slice] = WHOLE
+    ) -> torch.Tensor:
+        """x [T, hidden] -> queries [T, H, D]; latents go to their slots. rows: of x, as soon as they can be read."""
+        made = by_rows(self._down, self._project, x, rows)
         query, latents = made[:, : self._num_query], made[:, self._num_query :]
         if self._query_norm is not None:
             query = self._query.after_norm(query, self._query_norm, self._norm_eps)
         query, (pages,) = query.view(len(x), -1, self._size), cache
         ops.append_latent(query, latents, self._latent_norm, self._norm_eps, angles.cos, angles.sin, slots, pages, self.cache_scales)
         return query
+
+    def _project(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        return self._down.after_norm(x, self.input_norm, self._eps, out)
 
     def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, out: torch.Tensor | None = None) -> torch.Tensor:
         """What the queries [T, H, D] find [T, H, V], in `out` if that is given."""

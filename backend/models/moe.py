@@ -7,12 +7,15 @@ rank's share of the sum (`backend.quantization`). Over ranks they are split as a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from backend.models.layers import Part, Weights
 from backend.models.moe_spec import MoeSpec, RouterSpec
 from backend.models.parts import activate, add_shares, optional_norm
 from backend.models.spec import LayerSpec, MlpSpec
+from backend.parallel.ranks import WHOLE, await_rows
 from backend.quantization import Experts, Stored, cut_columns, cut_rows, make_experts, make_stored_experts
 from kernels import ops
 
@@ -80,8 +83,9 @@ class Moe:
         self.experts = load_experts(spec, weights)
         self._shared = None if spec.shared is None else SharedExpert(spec, spec.shared, weights, self._norm, self._eps)
 
-    def add(self, x: torch.Tensor) -> None:
-        """Adds to x [T, hidden] in place."""
+    def add(self, x: torch.Tensor, rows: Iterable[slice] = WHOLE) -> Iterable[slice]:
+        """Adds to x [T, hidden] in place; rows: of x, as soon as they can be read. See `Ranks.add_product`."""
+        await_rows(rows)  # the router chooses for all tokens at once
         # What shared experts make comes out of their weights while the router chooses, in memory that the router has had nothing in.
         inner, beside = (None, None) if self._shared is None else (self._shared.into(x), torch.empty_like(x))
         routing = self.router(x, self._norm, self._eps, self.experts.groups(x, self.router.num_chosen))
@@ -91,6 +95,7 @@ class Moe:
         made = self.experts(routing, x if is_alone else None, beside)
         if not is_alone:
             add_shares(x, made, self._ranks, self._post_norm, self._eps)
+        return WHOLE
 
 
 def load_experts(spec: MoeSpec, weights: Weights) -> Experts:

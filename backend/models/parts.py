@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from backend.models.layers import Part, Weights
 from backend.models.rope import Angles, head_order
 from backend.models.spec import AttentionSpec, LayerSpec, MlpSpec
-from backend.parallel.ranks import Ranks
+from backend.parallel.ranks import WHOLE, Ranks, await_rows
 from backend.quantization import Linear
+from backend.quantization.unfused import put
 from kernels import ops
 
 
@@ -25,18 +28,36 @@ def add_shares(x: torch.Tensor, y: torch.Tensor, ranks: Ranks, post_norm: torch.
         x.add_(ops.rms_norm(ranks.all_reduce(y), post_norm, eps))
 
 
+def by_rows(
+    projection: Linear, compute: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor], x: torch.Tensor, rows: Iterable[slice]
+) -> torch.Tensor:
+    """compute(x) [T, N], whose rows depend on those of x [T, hidden], and whose time is the projection's; rows: of x, as soon as they can be read.
+    compute also takes where its result is to be."""
+    if rows is WHOLE or not projection.takes_pieces(x):
+        await_rows(rows)
+        return compute(x, None)
+    made = None
+    for own in rows:
+        part = compute(x[own], None if made is None else made[own])
+        if made is None:
+            made = part.new_empty(len(x), *part.shape[1:])
+            made[own] = part
+    assert made is not None
+    return made
+
+
 class Residual:
     """What the ranks' parts of a projection make together, added to the residual stream."""
 
     def __init__(self, projection: Linear, ranks: Ranks, post_norm: torch.Tensor | None, eps: float) -> None:
         self._projection, self._ranks, self._post_norm, self._eps = projection, ranks, post_norm, eps
 
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds the product of y to x in place."""
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> Iterable[slice]:
+        """Adds the product of y to x in place: see `Ranks.add_product`."""
         if self._post_norm is None:
-            self._ranks.add_product(x, y, self._projection)
-        else:
-            add_shares(x, self._projection(y), self._ranks, self._post_norm, self._eps)
+            return self._ranks.add_product(x, y, self._projection)
+        add_shares(x, self._projection(y), self._ranks, self._post_norm, self._eps)
+        return WHOLE
 
 
 class Attention:
@@ -72,10 +93,19 @@ class Attention:
         self.cache_scales: ops.CacheScales | None = None
         """Of keys and values that are kept in e4m3."""
 
-    def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """x [T, in] -> queries [T, H, D]; keys and values go to their slots."""
-        heads = self.qkv(x) if self.input_norm is None else self.qkv.after_norm(x, self.input_norm, self.eps)
-        return self._append(heads, angles, slots, cache)
+    def append(
+        self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...], rows: Iterable[slice] = WHOLE
+    ) -> torch.Tensor:
+        """x [T, in] -> queries [T, H, D]; keys and values go to their slots. rows: of x, as soon as they can be read."""
+        return self._append(by_rows(self.qkv, self._project, x, rows), angles, slots, cache)
+
+    def _project(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if self.input_norm is not None:
+            return self.qkv.after_norm(x, self.input_norm, self.eps, out)
+        if out is None:
+            return self.qkv(x)
+        self.qkv.write_to(out, x)
+        return out
 
     def keep(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> None:
         """Keys and values of x [T, in], which is normed already, go to their slots: what others are to see, and asks nothing itself."""
@@ -134,13 +164,14 @@ class Mlp:
         post_norm = optional_norm(weights, layer.mlp_post_norm, layer)
         self.down = Residual(weights.split_columns(spec.down), weights.ranks, post_norm, layer.eps)
 
-    def add(self, x: torch.Tensor) -> None:
-        """Adds to x [T, hidden] in place."""
+    def add(self, x: torch.Tensor, rows: Iterable[slice] = WHOLE) -> Iterable[slice]:
+        """Adds to x [T, hidden] in place; rows: of x, as soon as they can be read. See `Ranks.add_product`."""
+        return self.down.add(x, by_rows(self.gate_up, self._activated, x, rows))
+
+    def _activated(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if self._activation in ("silu", "swish"):
-            y = self.gate_up.gated_after_norm(x, self.norm, self.eps)
-        else:
-            y = activate(self.gate_up.after_norm(x, self.norm, self.eps), self._activation)
-        self.down.add(x, y)
+            return self.gate_up.gated_after_norm(x, self.norm, self.eps, out)
+        return put(activate(self.gate_up.after_norm(x, self.norm, self.eps), self._activation), out)
 
 
 def optional_norm(weights: Weights, name: str | None, layer: LayerSpec) -> torch.Tensor | None:

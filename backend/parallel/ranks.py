@@ -7,15 +7,17 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from backend.errors import ConfigError
 from backend.parallel.split import check_divides
+from kernels import peer_memory, scattered
 from kernels.all_reduce import PeerMemory, all_gather, all_reduce, can_all_gather, can_all_reduce, meet_peers
 
 logger = logging.getLogger(__name__)
@@ -23,10 +25,26 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 UNIT = 8
 """Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
+WHOLE = (slice(None),)
+"""All rows at once."""
+
+Met = TypeVar("Met")
+
+
+def await_rows(rows: Iterable[slice]) -> None:
+    """Until all of them can be read."""
+    for _ in rows:
+        pass
+
+
+def _itself(part: torch.Tensor) -> torch.Tensor:
+    return part
 
 
 class Projection(Protocol):
     """What `backend.quantization.Linear` has of a product."""
+
+    def takes_pieces(self, x: torch.Tensor) -> bool: ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -45,6 +63,8 @@ class Ranks:
     """torch.distributed's process group, of the backend's own class; None when the rank is alone."""
     peers: PeerMemory | None = None
     """Through which small exchanges go, where the GPUs can write each other's memory."""
+    scattered: scattered.ScatterMemory | None = None
+    """Through which large sums go there."""
     sockets: frozenset[str] = frozenset()
     """On CPU the connections of the group, as /proc names them."""
 
@@ -89,8 +109,13 @@ class Ranks:
         else:
             x.add_(self.all_reduce(part))
 
-    def add_product(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> None:
-        """Adds the sum of the ranks' projection(y) [T, N] to x [T, N], in place."""
+    def add_product(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> Iterable[slice]:
+        """Adds the sum of the ranks' projection(y) [T, N] to x [T, N], in place. Gives rows of x, as soon as they can be read; until all are given, x
+        must not be used otherwise."""
+        if self.scattered is not None and scattered.can_scatter(x, self.size):
+            if projection.takes_pieces(y):
+                return scattered.add_product(x, y, projection, self.scattered)
+            return scattered.add_product(x, projection(y), _itself, self.scattered)
         if self.size > 1 and (self.peers is None or not can_all_reduce(x, self.size)):  # one rank's part has x in it, and nothing is added behind
             (projection.add_to if self.rank == 0 else projection.write_to)(x, y)
             self.all_reduce(x)
@@ -98,6 +123,7 @@ class Ranks:
             self.add_sum(x, projection(y))
         else:
             projection.add_to(x, y)
+        return WHOLE
 
     def gather_vocabulary(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """[R, tokens of this rank] -> [R, count]: what each rank has of its `vocabulary`."""
@@ -136,14 +162,17 @@ class Ranks:
                     _cut(number)
             return
         if self.peers is not None:
-            threading.Thread(target=self.peers.give_up, name="give up", daemon=True).start()
+            waited = [own.waited for own in (self.peers, self.scattered) if own is not None]
+            arguments = (self.peers.turns.device, self.rank, waited)
+            threading.Thread(target=peer_memory.give_up, args=arguments, name="give up", daemon=True).start()
         if self.group is not None and hasattr(self.group, "abort"):
             self.group.abort()
 
     def close(self) -> None:
         """Leaves the group, as all ranks do at the same time; graphs with exchanges in them are gone by then (`Worker.release`)."""
-        if self.peers is not None:
-            self.peers.close()
+        for memory in (self.peers, self.scattered):
+            if memory is not None:
+                memory.close()
         if self.group is not None and hasattr(self.group, "shutdown"):
             self.group.shutdown()
 
@@ -162,10 +191,13 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        peers = None if address else meet_through(store, device, rank, size)  # memory is one host's
+        peers, scattering = None, None
+        if not address:  # memory is one host's
+            peers = meet_through(store, device, rank, size, meet_peers)
+            scattering = meet_through(store, device, rank, size, scattered.meet_scattering)
         if peers is None and rank == 0:
             logger.warning("tensor_parallel_size %d: the GPUs cannot write each other's memory; all sums go through NCCL", size)
-        ranks = Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
+        ranks = Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers, scattering)
         ranks.least(0, device)  # NCCL meets in the first exchange, for which others may not wait as long as for a rank that loads
         return ranks
     before = set(_open_sockets().values())
@@ -177,15 +209,17 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
     return Ranks(rank, size, group, sockets=frozenset(_open_sockets().values()) - before)
 
 
-def meet_through(store: dist.Store, device: torch.device, rank: int, size: int) -> PeerMemory | None:
-    """`meet_peers`, by the store that all ranks of this host reach."""
+def meet_through(
+    store: dist.Store, device: torch.device, rank: int, size: int, meet: Callable[[torch.device, int, int, peer_memory.Exchange], Met]
+) -> Met:
+    """What ranks of one host `meet` for, by the store that all of them reach."""
     meeting = dist.PrefixStore("peers", store)
 
     def exchange(name: str, words: bytes) -> list[bytes]:
         meeting.set(f"{name} {rank}", words.hex())
         return [bytes.fromhex(meeting.get(f"{name} {r}").decode()) for r in range(size)]
 
-    return meet_peers(device, rank, size, exchange)
+    return meet(device, rank, size, exchange)
 
 
 def _open_sockets() -> dict[int, str]:

@@ -40,12 +40,16 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        """Of x normalised with the weights norm [in]."""
+    def takes_pieces(self, x: torch.Tensor) -> bool:
+        """Whether products of x's rows, some after the others, take about as long as that of all together."""
         ...
 
-    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        """silu(gate) * up [T, out / 2] of x normalised; the weights are gate | up."""
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Of x normalised with the weights norm [in]; in `out` [T, out] if that is given."""
+        ...
+
+    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(gate) * up [T, out / 2] of x normalised, in `out` if that is given; the weights are gate | up."""
         ...
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:

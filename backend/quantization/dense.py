@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from backend.quantization.unfused import UnfusedLinear
+from backend.quantization.unfused import UnfusedLinear, put
 from kernels import ops
 
 
@@ -32,13 +32,18 @@ class DenseLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weight, self.bias)
 
-    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    def takes_pieces(self, x: torch.Tensor) -> bool:
+        return True
+
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is not None:
+            return ops.write_linear(out, ops.rms_norm(x, norm, eps), self.weight, self.bias)
         return ops.norm_linear(x, norm, eps, self.weight, self.bias)
 
-    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.bias is None:
-            return ops.norm_gated_linear(x, norm, eps, self.weight)
-        return ops.silu_mul(self.after_norm(x, norm, eps))
+            return ops.norm_gated_linear(x, norm, eps, self.weight, out)
+        return put(ops.silu_mul(self.after_norm(x, norm, eps)), out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         ops.add_linear(residual, x, self.weight, self.bias)

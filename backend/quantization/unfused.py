@@ -7,6 +7,11 @@ import torch
 from kernels import ops
 
 
+def put(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """What was made, in `out` if that is given."""
+    return made if out is None else out.copy_(made)
+
+
 class UnfusedLinear:
     """The rest of a Linear, from its product alone."""
 
@@ -15,11 +20,14 @@ class UnfusedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return self(ops.rms_norm(x, norm, eps))
+    def takes_pieces(self, x: torch.Tensor) -> bool:
+        return True
 
-    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return ops.silu_mul(self(ops.rms_norm(x, norm, eps)))
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        return put(self(ops.rms_norm(x, norm, eps)), out)
+
+    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        return put(ops.silu_mul(self(ops.rms_norm(x, norm, eps))), out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         residual.add_(self(x))

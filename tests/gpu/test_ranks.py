@@ -17,7 +17,8 @@ import torch.multiprocessing as mp
 
 import kernels.all_reduce
 from backend import LLM, SamplingParams
-from backend.parallel.ranks import Ranks, make_ranks
+from backend.parallel.ranks import Ranks, await_rows, make_ranks
+from kernels import scattered
 from kernels._load import device_stream
 from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_TWO_SHOT_BYTES, can_all_gather, can_all_reduce, meet_peers
 from tests.conftest import code_prompts, greedy
@@ -114,6 +115,76 @@ def check_shared_gpus(rank: int, size: int, port: int) -> None:
         peers.close()
 
 
+class Times:
+    """A projection: times a matrix."""
+
+    def __init__(self, weight: torch.Tensor, has_pieces: bool = True) -> None:
+        self._weight, self._has_pieces = weight, has_pieces
+
+    def takes_pieces(self, x: torch.Tensor) -> bool:
+        return self._has_pieces
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self._weight
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual.add_(self(x))
+
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, is_ready: bool = False) -> None:
+        out.copy_(self(x))
+
+
+def add_products(ranks: Ranks, x: torch.Tensor, y: torch.Tensor, projection: Times) -> torch.Tensor:
+    """Four, one behind the other -> what was read of x as it came."""
+    read = torch.zeros_like(x)
+    for _ in range(4):
+        for rows in ranks.add_product(x, y, projection):
+            read[rows] = x[rows]
+    return read
+
+
+def check_large_sums(rank: int, size: int, port: int) -> None:
+    """Products of many rows, whose sums are made by shares: bit for bit, eager and captured, and what is read of rows as they come."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=MEET)
+    with device_stream(device) as stream:
+        ranks = make_ranks(rank, size, store, device, MEET)
+        assert ranks.scattered is not None, "these GPUs cannot write each other's memory"
+        shapes = [(1024, 8192), (2049, 4096), (1400, 8192), (128 * size, 65536 // size), (4095, 2056)]
+        for dtype, (num_rows, width) in itertools.product(DTYPES, shapes):
+            generator = torch.Generator().manual_seed(num_rows)
+            make = partial(torch.randint, -8, 8, generator=generator)
+            parts = [make((num_rows, 16)).to(device, dtype) / 16 for _ in range(size)]  # products are exact before they are rounded
+            weights = [make((16, width)).to(device, dtype) / 16 for _ in range(size)]
+            x = make((num_rows, width)).to(device, dtype)
+            assert scattered.can_scatter(x, size)
+            products = [own @ weight for own, weight in zip(parts, weights)]
+            total = sum((own.float() for own in products[1:]), products[0].float()).to(dtype)
+            wanted, own = x.clone(), (parts[rank], Times(weights[rank], has_pieces=num_rows != 1400))
+            read = add_products(ranks, x, *own)
+            for _ in range(4):
+                wanted += total
+            assert torch.equal(x, wanted) and torch.equal(read, wanted), (num_rows, width, dtype)
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                read = add_products(ranks, x, *own)
+            for _ in range(3):
+                graph.replay()
+            for _ in range(12):
+                wanted += total
+            assert torch.equal(x, wanted) and torch.equal(read, wanted), (num_rows, width, dtype)
+            torch.cuda.synchronize()
+            del graph, read
+        ranks.least(0, device)
+        ranks.close()
+
+
+def test_large_sums_are_made_by_shares() -> None:
+    mp.spawn(check_large_sums, (torch.cuda.device_count(), free_port()), nprocs=torch.cuda.device_count())
+
+
 def check_odd_values(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> None:
     """Each place of a vector holds each of these once, against each of them of the next rank."""
     table = torch.tensor(ODD, device=device, dtype=dtype)
@@ -149,14 +220,18 @@ def check_gone(rank: int, size: int, port: int, folder: str) -> None:
     with device_stream(device) as stream:
         ranks = make_ranks(rank, size, store, device, MEET)
         x = torch.ones(16, 4096, device=device, dtype=torch.bfloat16)
+        many, weight = torch.ones(2048, 4096, device=device, dtype=torch.bfloat16), torch.ones(16, 4096, device=device, dtype=torch.bfloat16)
         graph = torch.cuda.CUDAGraph()
         ranks.all_reduce(x)
+        await_rows(ranks.add_product(many, many[:, :16], Times(weight)))
         torch.cuda.synchronize()
         if rank:
             os._exit(0)
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(100):
                 ranks.all_reduce(x)
+            for _ in range(20):
+                await_rows(ranks.add_product(many, many[:, :16], Times(weight)))
         graph.replay()
         graph.replay()
         ended = torch.cuda.Event()
