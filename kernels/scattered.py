@@ -38,8 +38,8 @@ class ScatterMemory:
     _words: torch.Tensor
     """[2] int32 on the device: a one that is copied behind what is sent, and what kernels count their blocks by."""
     _mapped: Mapped
-    _streams: tuple[Any, ...]
-    """PyCUDA's, for the copies, by the rank that they go to: how far it is behind this one in the ring, less 1. One engine does not fill a link."""
+    _stream: Any
+    """PyCUDA's, for the copies: with one for each rank that they go to, or two for halves, they take longer."""
     _events: tuple[Any, Any]
     """How far the kernels are that a copy comes behind; how far the copies are."""
 
@@ -49,20 +49,18 @@ class ScatterMemory:
             return
         own, (computed, _) = device_of(self.device), self._events
         place, word = self._place(target, self.rank, is_share)
-        stream = self._streams[(target - self.rank) % self.size - 1]
         computed.record(own.stream)
-        stream.wait_for_event(computed)
-        own.driver.memcpy_dtod_async(place, rows.data_ptr(), rows.numel() * rows.element_size(), stream)
-        own.driver.memcpy_dtod_async(word, self._words.data_ptr(), 4, stream)
+        self._stream.wait_for_event(computed)
+        own.driver.memcpy_dtod_async(place, rows.data_ptr(), rows.numel() * rows.element_size(), self._stream)
+        own.driver.memcpy_dtod_async(word, self._words.data_ptr(), 4, self._stream)
 
     def join(self) -> None:
         """The next kernel, which must not be launched programmatically, comes behind all that is sent."""
         if is_compiling():
             return
-        (_, sent), stream = self._events, device_of(self.device).stream
-        for own in self._streams:
-            sent.record(own)
-            stream.wait_for_event(sent)
+        _, sent = self._events
+        sent.record(self._stream)
+        device_of(self.device).stream.wait_for_event(sent)
 
     def add(self, x: torch.Tensor, part: torch.Tensor) -> None:
         """x += the sum of this rank's part of it and the others', in place, once they have come."""
@@ -101,7 +99,7 @@ def meet_scattering(device: torch.device, rank: int, size: int, exchange: Exchan
     words = torch.tensor([1, 0], dtype=torch.int32, device=device)
     waited = Waited(mapped.addresses[rank], WORDS_BYTES, make_filler(1, WORDS_BYTES))
     first, second = (driver.Event(driver.event_flags.DISABLE_TIMING) for _ in range(2))
-    return ScatterMemory(rank, size, device, waited, words, mapped, tuple(driver.Stream() for _ in range(size - 1)), (first, second))
+    return ScatterMemory(rank, size, device, waited, words, mapped, driver.Stream(), (first, second))
 
 
 def _count_vectors(x: torch.Tensor) -> int:
