@@ -115,8 +115,10 @@ def cut_shares(num_rows: int, size: int) -> list[slice]:
 def can_scatter(x: torch.Tensor, size: int) -> bool:
     """Whether sums of x's shape [T, N] go by shares; the same on every rank."""
     row_bytes = x.shape[-1] * x.element_size()
-    is_known = x.dim() == 2 and x.is_contiguous() and x.dtype in ELEMENTS and row_bytes % 16 == 0 and len(x) >= TILE * size
-    return is_known and len(x) * row_bytes >= MIN_BYTES and (-(-len(x) // size) + TILE) * row_bytes <= MAX_SHARE_BYTES
+    is_known = x.dim() == 2 and x.is_contiguous() and x.dtype in ELEMENTS and row_bytes % 16 == 0
+    if not is_known or len(x) < TILE * size or len(x) * row_bytes < MIN_BYTES:
+        return False
+    return max(share.stop - share.start for share in cut_shares(len(x), size)) * row_bytes <= MAX_SHARE_BYTES
 
 
 def add_product(x: torch.Tensor, y: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], memory: ScatterMemory) -> Iterator[slice]:
