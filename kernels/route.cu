@@ -1,20 +1,21 @@
 // Which experts a token takes: scores of all experts in float32, the choice of some of them, and the weights of what those add.
 //
-// A block scores eight tokens. An expert's weights are cut in as many parts as it takes warps to have all of them on their way at once; where tokens
-// are few, each has its own warp. A token's scores are the same whatever tokens there are. The last block of eight tokens to end chooses for them, a
+// A block scores TOKENS tokens. An expert's weights are cut in as many parts as it takes warps to have all of them on their way at once; where tokens
+// are few, each has its own warp. A token's scores are the same whatever tokens there are. The last block of the same tokens to end chooses for them, a
 // warp for each, and the last block of all sorts what was chosen by expert. Where x is null the scores are there already, and nothing is sorted.
 //
 // The step waits for this kernel while hardly anything is to be read: what is no other kernel's is loaded before the one ahead has ended, and
-// what remains is as few trips to the memory as can be.
+// what remains is as few trips to the memory as can be. Instructions are such trips, too, as the kernels of a layer do not fit in a multiprocessor's
+// cache together: so loops that turn but a few times are not unrolled, and few tokens have code of their own.
 //
-// ELEMENT: of x.
+// ELEMENT: of x; TOKENS: up to WARPS, 1 for one token alone.
 #include "dense.cuh"
 #include "expert_groups.cuh"
 #include "generated.cuh"
 
 using Element = ELEMENT;
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, TOKENS = 8;
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
 // Pieces of 16 bytes, a thread's, of an expert's weights and of the norm's, that are read before the kernel ahead has ended.
 constexpr int AHEAD = 8, EARLY = 4;
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ int best_of_warp(Best own) {
 // Of values[lane], values[lane + 32] ...
 __device__ __forceinline__ Best best_of_lane(const float* values, int count, int lane) {
     Best best{-INFINITY, count};
-#pragma unroll 4
+#pragma unroll 1
     for (int i = lane; i < count; i += 32)
         if (values[i] > best.value) best = Best{values[i], i};
     return best;
@@ -55,7 +56,7 @@ __device__ int choose(int64_t* experts, float* weights, const float* scores, con
                       const RouteSizes& sizes) {
     const int count = sizes.num_experts;
     float peak = -INFINITY, total = 0;
-#pragma unroll 4
+#pragma unroll 1
     for (int e = lane; e < count; e += 32) {
         const float score = __ldcg(scores + e), added = correction ? __ldg(correction + e) : 0.0f;
         shares[e] = score, ranking[e] = added;
@@ -63,12 +64,15 @@ __device__ int choose(int64_t* experts, float* weights, const float* scores, con
     }
     if (sizes.is_sigmoid) {
         total = 1;
+#pragma unroll 1
         for (int e = lane; e < count; e += 32) shares[e] = 1.0f / (1.0f + expf(-shares[e]));
     } else {
         peak = max_of_warp(peak);
+#pragma unroll 1
         for (int e = lane; e < count; e += 32) total += shares[e] = expf(shares[e] - peak);
         total = sum_warp(total);
     }
+#pragma unroll 1
     for (int e = lane; e < count; e += 32) {
         const float share = shares[e] / total;
         shares[e] = share, ranking[e] += share;
@@ -79,6 +83,7 @@ __device__ int choose(int64_t* experts, float* weights, const float* scores, con
         float score = -INFINITY;
         if (lane < sizes.num_groups) {
             float first = -INFINITY, second = -INFINITY;
+#pragma unroll 1
             for (int i = 0; i < size; ++i) {
                 const float value = ranking[lane * size + i];
                 if (value > first) second = first, first = value; else second = fmaxf(second, value);
@@ -86,17 +91,20 @@ __device__ int choose(int64_t* experts, float* weights, const float* scores, con
             score = sizes.num_group_scores > 1 ? first + second : first;
         }
         bool is_chosen = false;
+#pragma unroll 1
         for (int n = 0; n < sizes.num_chosen_groups; ++n) {
             const bool is_out = is_chosen || lane >= sizes.num_groups;
             if (best_of_warp(Best{is_out ? -INFINITY : score, is_out ? lane + 32 : lane}) == lane) is_chosen = true;
         }
         const unsigned chosen = __ballot_sync(~0u, is_chosen);
+#pragma unroll 1
         for (int e = lane; e < count; e += 32)
             if (!(chosen >> (e / size) & 1)) ranking[e] = -INFINITY;
         __syncwarp();
     }
     Best own = best_of_lane(ranking, count, lane);
     int expert = 0;
+#pragma unroll 1
     for (int n = 0; n < sizes.num_chosen; ++n) {
         int best = best_of_warp(own);
         if (best >= count) best = n;  // nothing but what is no number: any will do
@@ -115,8 +123,8 @@ __device__ int choose(int64_t* experts, float* weights, const float* scores, con
 }
 
 // scores [T, E]; x [T, hidden] or null; norm_weight [hidden] or null: rows of x are normalised before, and written to normed [T, hidden]; gate
-// [E, hidden] float32; correction [E] or null; experts and weights [T, k]; lists: ExpertLists, or null; counters: zeros, one for eight tokens and
-// one more. Grid: warps / 8 (1 without x), tokens / 8. Shared memory: up to eight rows of x, 2 x 8 x E floats, and 2 num_own ints.
+// [E, hidden] float32; correction [E] or null; experts and weights [T, k]; lists: ExpertLists, or null; counters: zeros, one for each block's
+// tokens and one more. Grid: warps / 8 (1 without x), tokens / TOKENS. Shared memory: up to TOKENS rows of x, 2 x 8 x E floats, and 2 num_own ints.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     route(int64_t* experts, float* weights, float* scores, Element* normed, int* lists, const Element* x, const Element* norm_weight, const float* gate,
           const float* correction, int* counters, RouteSizes sizes) {
@@ -151,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
             for (int i = 0; i < EARLY; ++i) early[i] = load_constant(norm_weight + min(i * 32 + lane, per_row - 1) * V::SIZE);
         auto prefetch = [&](const void* start, int bytes) {
+#pragma unroll 1
             for (int i = threadIdx.x * 128; i < bytes; i += THREADS * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(start) + i));
         };
         if (norm_weight) prefetch(norm_weight, sizes.hidden_size * static_cast<int>(sizeof(Element)));
@@ -195,6 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         __syncthreads();
         float totals[TOKENS] = {};
+#pragma unroll 1
         for (int p = part; p < part + num_parts / split; ++p) {
             if (p > part)
 #pragma unroll
@@ -214,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             };
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) add((i * num_parts + p) * 32 + lane, ahead[i]);
+#pragma unroll 1
             for (int piece = (AHEAD * num_parts + p) * 32 + lane; piece < num_pieces; piece += 32 * num_parts) add(piece, __ldg(own + piece));
 #pragma unroll
             for (int t = 0; t < TOKENS; ++t) {
@@ -228,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (threadIdx.x < own_experts * TOKENS) {
             const int e = threadIdx.x / TOKENS, t = threadIdx.x % TOKENS, number = blockIdx.x * own_experts + e;
             float sum = 0;
+#pragma unroll 1
             for (int p = 0; p < split; ++p) sum += partial[e * split + p][t];
             if (t < count && number < sizes.num_experts) scores[static_cast<size_t>(first + t) * sizes.num_experts + number] = sum;
         }
@@ -243,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         float* shares = shared + warp * 2 * sizes.num_experts;
         const int expert = choose(experts + token * sizes.num_chosen, weights + token * sizes.num_chosen, scores + token * sizes.num_experts, correction,
                                   shares, shares + sizes.num_experts, lane, sizes);
-        if (lists && sizes.num_tokens == 1) group_one(own, expert, sizes.num_chosen, sizes.first_own, sizes.num_own, sizes.least_rows, lane);
+        if (TOKENS == 1 && lists) group_one(own, expert, sizes.num_chosen, sizes.first_own, sizes.num_own, sizes.least_rows, lane);
     }
-    if (!lists || sizes.num_tokens == 1 || !is_last_of(counters + gridDim.y, gridDim.y)) return;
+    if (TOKENS == 1 || !lists || !is_last_of(counters + gridDim.y, gridDim.y)) return;
     group_pairs<THREADS>(own, experts, num_pairs, sizes.first_own, sizes.num_own, sizes.least_rows, sizes.rows_per_chunk, reinterpret_cast<int*>(shared));
 }

@@ -23,6 +23,8 @@ MAX_CHOSEN, MAX_GROUPS, MAX_GROUP_SCORES = 32, 32, 2
 MAX_SCORED = 256
 """Tokens up to which the kernel makes the scores too; beyond them cuBLAS."""
 MAX_TOKENS = 2**19
+FEW = (1, 2, 4)
+"""Tokens that have code of their own."""
 
 
 class ExpertGroups(NamedTuple):
@@ -143,7 +145,9 @@ def route_tokens(
     experts = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=device)
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=device)
     shared = shared if is_scored else shared_for_choice
-    kernel = load(device, "route", "route", {"ELEMENT": ELEMENTS[x.dtype]}, gpu_of(device).block_memory - 1024, programmatic=True)
+    tokens = next((few for few in FEW if is_scored and num_tokens <= few), TOKENS)
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[x.dtype], "TOKENS": tokens}
+    kernel = load(device, "route", "route", defines, gpu_of(device).block_memory - 1024, programmatic=True)
     num_parts = next((n for n in (1, 2, 4) if hidden <= n * AHEAD), WARPS)
     num_blocks = -(-num_experts * num_parts // WARPS) * -(-num_tokens // TOKENS)
     split = num_parts if num_blocks <= MAX_SPLIT_BLOCKS * gpu_of(device).num_multiprocessors else 1
@@ -165,7 +169,7 @@ def route_tokens(
         scale,
         0.0 if norm is None else norm[1],
     )
-    grid = (-(-num_experts * split // WARPS) if is_scored else 1, -(-num_tokens // TOKENS))
+    grid = (-(-num_experts * split // WARPS) if is_scored else 1, -(-num_tokens // tokens))
     tensors = (normed, lists, x if is_scored else None, None if norm is None else norm[0], gate, correction)
     pointers = (0 if t is None else t for t in tensors)
     kernel(grid, (THREADS, 1, 1), experts, weights, scores, *pointers, _counters(device), sizes, shared=shared)

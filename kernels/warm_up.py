@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from kernels import attention, distribution, latent_attention, linear, ngram, quantized, sampling, token_mask, wide_linear, wide_quantized
+from kernels import attention, distribution, latent_attention, linear, ngram, quantized, route, sampling, token_mask, wide_linear, wide_quantized
 from kernels._load import SOURCES, compiling, gpu_of, load
 from kernels._signature import kernels_of
 from kernels.attention import Heads
@@ -20,7 +20,7 @@ from kernels.attention import Heads
 __all__ = ["TOKEN_COUNTS", "compiling", "load_attention", "load_step"]
 
 TOKEN_COUNTS = (
-    1,
+    *route.FEW,
     8,
     linear.MAX_TOKENS,
     *sorted({*wide_linear.SIZES, *wide_quantized.SIZES}),
