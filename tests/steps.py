@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from backend.config import EngineConfig
 from backend.core import NEVER
-from backend.parallel.ranks import Ranks
+from backend.parallel.ranks import Projection, Ranks
 from backend.step.plan import Arrival, StepPlan
 from backend.step.worker import Results, Worker
 from kernels.request_state import Admission
@@ -25,6 +27,28 @@ def make_worker(folder: Path, has_tap: bool = False, **options: Any) -> Worker:
     if has_tap:
         values["speculative_config"] = {"method": "mtp", "placement": "bls"}
     return Worker(EngineConfig.from_dict(values), Ranks())
+
+
+def make_sums_late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on products that are added to the states come as on GPUs that add shares: some rows first, and till all are there the others are no
+    numbers. Returns a list that grows by how many rows there were."""
+    counts: list[int] = []
+
+    def add(ranks: Ranks, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> Iterable[slice]:
+        projection.add_to(x, y)
+        made, cuts = x.clone(), [0, len(x) // 3, len(x) // 2, len(x)]
+        x.fill_(math.nan)
+        counts.append(len(x))
+
+        def come() -> Iterator[slice]:
+            for own in (slice(cuts[1], cuts[2]), slice(cuts[2], cuts[3]), slice(cuts[0], cuts[1])):
+                x[own] = made[own]
+                yield own
+
+        return come()
+
+    monkeypatch.setattr(Ranks, "add_product", add)
+    return counts
 
 
 @dataclass

@@ -20,6 +20,7 @@ from backend.model_checks import check_model
 from deploy.launcher import check_model as check_launch
 from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve, watched
 from tests.families import Case, edited, make_model, random_tokens
+from tests.steps import make_sums_late
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY, NUM_LAYERS, EPS = 32, 4, 2, 64, 40, 302, 64, 8, 1e-5
 TARGET = Case("llama", config={"num_hidden_layers": NUM_LAYERS, "head_dim": SIZE, "hidden_size": HIDDEN, "vocab_size": VOCABULARY})
@@ -302,6 +303,15 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
 @pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[8], KINDS[11]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
+
+
+@pytest.mark.parametrize("drafter", [EAGLE3], ids=str, indirect=True)
+def test_states_are_tapped_when_their_sums_are_there(
+    drafter: tuple[Drafter, Path], target: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = make_sums_late(monkeypatch)
+    check_drafts(serve(target[1], method="eagle3", model=str(drafter[1]), accept_policy="accept_all"), drafter[0].draft, "accept_all")
+    assert counts
 
 
 @pytest.mark.parametrize("policy", [{}, {"mtp_strategy": "with_ngram"}], ids=str)

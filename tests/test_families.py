@@ -37,7 +37,7 @@ from tests.families import (
     refused,
     rope,
 )
-from tests.steps import Row, Steps, make_worker
+from tests.steps import Row, Steps, make_sums_late, make_worker
 from tests.test_latents import CASES as LATENTS
 from tests.test_mixtures import CASES as MIXTURES
 from tests.test_own_drafters import OWN
@@ -106,6 +106,14 @@ def test_logits_are_those_of_transformers(case: tuple[Any, Path]) -> None:
 
 def test_greedy_tokens_are_those_of_transformers(case: tuple[Any, Path]) -> None:
     check_greedy(*case)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen2_moe", "deepseek_v3"])
+def test_states_are_read_when_their_sums_are_there(family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, counts = folders(family), make_sums_late(monkeypatch)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    check_logits(model, folder)
+    assert (not counts) == (family == "gemma2")  # what it adds is normalised before, whole
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3", "phi3", "ministral3", "glm4", "ernie4_5_moe", "deepseek_v3"])

@@ -24,6 +24,7 @@ from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Results
+from kernels import scattered
 from tests.conftest import code_prompts
 from tests.families import Case, make_model, random_tokens
 from tests.test_block_drafters import DSPARK
@@ -151,6 +152,22 @@ def test_vocabularies_of_any_size_are_split(size: int, count: int) -> None:
     found = on_ranks(size, lambda ranks: (ranks.vocabulary(count), ranks.gather_vocabulary(expected[:, ranks.vocabulary(count)], count)))
     assert all(torch.equal(whole, expected) for _, whole in found)
     assert len({own.stop - own.start for own, _ in found}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_shares_of_large_sums(size: int) -> None:
+    """Each rank adds some rows, all of them together once, from whole tiles on; what goes so depends on nothing but the shape."""
+    for num_rows in (128 * size, 128 * size + 1, 1400, 2049, 4095, 8192):
+        shares = scattered.cut_shares(num_rows, size)
+        assert [row for share in shares for row in range(share.start, share.stop)] == list(range(num_rows))
+        assert all(share.start % scattered.TILE == 0 and share.stop > share.start for share in shares)
+    width = -(-scattered.MIN_BYTES // (2 * 128 * size * 8)) * 8
+    assert scattered.can_scatter(torch.empty(128 * size, width, dtype=torch.bfloat16), size)
+    assert not scattered.can_scatter(torch.empty(128 * size - 1, width + 128, dtype=torch.bfloat16), size)  # some rank would have none
+    assert not scattered.can_scatter(torch.empty(128 * size, width - 8, dtype=torch.bfloat16), size)
+    assert not scattered.can_scatter(torch.empty(256 * size, 4 * width).t(), size)
+    most = scattered.MAX_SHARE_BYTES // 4096
+    assert scattered.can_scatter(torch.empty(most * size, 1024), size) and not scattered.can_scatter(torch.empty(most * size + 128, 1024), size)
 
 
 def test_how_long_an_exchange_may_wait_can_change() -> None:
