@@ -129,9 +129,9 @@ def add_product(x: torch.Tensor, y: torch.Tensor, product: Callable[[torch.Tenso
     rank, size, shares = memory.rank, memory.size, cut_shares(len(x), memory.size)
     parts = []
     for owner in ((rank + distance) % size for distance in range(1, size)):
-        parts.append(product(y[shares[owner]]))
+        parts.append(product(y[shares[owner]]).contiguous())
         memory.send(parts[-1], owner, is_share=False)
-    part = product(y[shares[rank]])
+    part = product(y[shares[rank]]).contiguous()
     memory.join()
     memory.add(x[shares[rank]], part)
     for target in ((rank - distance) % size for distance in range(1, size)):
