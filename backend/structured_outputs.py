@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,23 @@ MAX_PATTERN_CHARACTERS = 1024
 MAX_CHOICES = 4096
 _NO_OPS: dict[str, tuple[object, ...]] = {"disable_fallback": (True, False), "disable_additional_properties": (False,), "_backend_was_auto": (False,)}
 """What vLLM's clients send beside: the values that ask for nothing; so does null, whatever the key."""
-FORMS = ("json", "json_object", "regex", "choice", "grammar")
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "allowed_token_ids")
+
+
+def write_ranges(ids: Sequence[int]) -> str:
+    """Ascending token ids as Lark grammars have them: 3,5-9."""
+    ranges: list[list[int]] = []
+    for token_id in ids:
+        if ranges and ranges[-1][1] == token_id - 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """One of the first five, and how it is meant. Raises ValueError naming the key, the rule and the value seen.
+    """One of FORMS, and how it is meant. Raises ValueError naming the key, the rule and the value seen.
 
     The end of text may be chosen where the text is whole, and nowhere else.
     """
@@ -35,6 +46,8 @@ class StructuredOutputs:
     """One of these texts."""
     grammar: str | None = None
     """Context-free: Lark's or GBNF's notation."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Any number of these tokens, kept in order; the end of text where it is among them."""
     disable_any_whitespace: bool = False
     """JSON: one space after a comma or a colon, and no other; else up to four, or a line break with up to forty."""
     whitespace_pattern: str | None = None
@@ -49,6 +62,10 @@ class StructuredOutputs:
         if len(choice) > MAX_CHOICES:
             raise ValueError(f"structured_outputs.choice has {len(choice)} strings; the limit is {MAX_CHOICES}")
         object.__setattr__(self, "choice", tuple(choice))
+        ids = self.allowed_token_ids
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise ValueError(f"structured_outputs.allowed_token_ids must be a list of token ids from 0 on, got {ids!r:.80}")
+        object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(ids))))
         for key in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, key)
             if value is not None and not isinstance(value, str):
@@ -91,7 +108,7 @@ class StructuredOutputs:
 
     @property
     def form(self) -> str:
-        """Which of the five."""
+        """Which of FORMS."""
         return next((key for key in FORMS if getattr(self, key) not in (None, False, ())), "json")
 
     @property
@@ -99,6 +116,8 @@ class StructuredOutputs:
         """What it has of text: equal texts of one form mean the same."""
         if self.form == "choice":
             return json.dumps(self.choice)
+        if self.form == "allowed_token_ids":
+            return write_ranges(self.allowed_token_ids)
         value = getattr(self, self.form)
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if self.form == "json" else ""
 

@@ -311,6 +311,21 @@ class TestPrediction:
         assert status == 400 and "prediction" in raw.decode()
 
 
+class TestAllowedTokens:
+    def test_an_answer_is_of_them_alone(self, address):
+        body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_tokens": True}
+        status, _, raw = ask(address, "/v1/completions", {**body, "allowed_token_ids": [41, 40, 7]})
+        choice = json.loads(raw)["choices"][0]
+        assert status == 200 and choice["finish_reason"] == "length" and set(choice["token_ids"]) <= {7, 40, 41} and len(choice["token_ids"]) == 6
+        plain = [json.loads(ask(address, "/v1/completions", {**body, **own})[2])["choices"][0]["text"] for own in ({}, {"allowed_token_ids": []})]
+        assert plain[0] == plain[1]
+
+    @pytest.mark.parametrize("own", [{"allowed_token_ids": [10**6]}, {"allowed_token_ids": ["1"]}, {"allowed_token_ids": [1], "guided_regex": "x"}])
+    def test_others_are_refused_by_name(self, address, own):
+        status, _, raw = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, **own})
+        assert status == 400 and "allowed_token_ids" in raw.decode() and "structured_outputs" not in raw.decode()
+
+
 class TestFieldsThatChangeNothing:
     def test_they_are_taken(self, address, api):
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, **NO_OPS}

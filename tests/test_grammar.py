@@ -302,6 +302,38 @@ def test_masks_say_what_may_follow(grammars, llm_plain):
             assert allowed == expected
 
 
+def test_allowed_tokens(grammars, llm, llm_plain, hf_model):
+    """The likeliest of them, with every method; an end of text where it is among them, and nowhere else."""
+    prompt, (end,) = llm_plain.engine.tokenizer.encode("for i in range(3):\n    x += "), llm_plain.engine.worker.model.eos_token_ids
+    ids = [*range(40, 61), 7, 300]
+    masks, _ = fill_masks([(grammars.compile(StructuredOutputs(allowed_token_ids=own)), [41, 7]) for own in (ids, [*ids, end])])
+    for row, mask in enumerate(masks):
+        allowed = [t for t in range(32 * masks.shape[1]) if mask[t // 32] >> t % 32 & 1]
+        assert allowed == sorted([*ids, end] if row > 2 else ids)
+    form = {"allowed_token_ids": ids}
+    answers = run(
+        llm,
+        [Asked(prompt, SamplingParams(max_tokens=12, temperature=0.0, structured_outputs=form), METHODS.get(name, PLAIN)) for name in ("", *METHODS)],
+    )
+    known, expected = list(prompt), []
+    for _ in range(12):
+        scores = hf_model(torch.tensor([known])).logits[0, -1]
+        expected.append(max(sorted(ids), key=lambda t: scores[t].item()))
+        known.append(expected[-1])
+    assert all(own == expected for own in ids_of(answers)) and {own.finish_reason for own in answers} == {"length"}
+    ending = SamplingParams(
+        max_tokens=12, temperature=0.0, structured_outputs={"allowed_token_ids": [expected[0], end]}, logit_bias={end: 50.0}, min_tokens=2
+    )
+    (answer,) = run(llm_plain, [Asked(prompt, ending, PLAIN)])
+    assert answer.finish_reason == "stop" and answer.token_ids[:2] == [expected[0]] * 2 and len(answer.token_ids) <= 3
+
+
+@pytest.mark.parametrize("ids", ["5", [-1], [True], [1.0], [None], {"1": 2}], ids=str)
+def test_allowed_tokens_are_a_list_of_ids(ids):
+    with pytest.raises(ValueError, match="allowed_token_ids must be a list of token ids from 0 on, got"):
+        StructuredOutputs.from_value({"allowed_token_ids": ids})
+
+
 def test_masks_forbid_in_their_rows_alone():
     logits = torch.arange(5 * 40, dtype=torch.float32).view(5, 40).to(torch.bfloat16)
     masks = torch.from_numpy(np.array([[0b101, 0], [-1, -1], [0, 1 << 7]], dtype=np.int32))
@@ -363,6 +395,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an exclusive bound": ({"json": {"type": "integer", "exclusiveMaximum": -(2**62)}}, "exclusiveMaximum -4611686018427387904 cannot be"),
     "no number": ({"json": {"items": {"minimum": float("nan")}}}, "json: at /items: minimum must be a finite number, got nan"),
     "no value": ({"json": {"enum": [1, float("inf")]}}, "json: enum has inf, which JSON cannot write"),
+    "a token that the model does not have": ({"allowed_token_ids": [3, 4096]}, "allowed_token_ids has 4096; the model's tokens are 0 to 4095"),
+    "no token but ends": ({"allowed_token_ids": [0]}, r"allowed_token_ids has nothing but ends of text \(0\)"),
     "the least of 64 bits": ({"json": {"const": -(2**63)}}, "const -9223372036854775808 cannot be enforced"),
 }
 

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from backend.errors import RequestError
@@ -19,7 +19,7 @@ from backend.grammar.schema_places import find_place
 from backend.grammar.thinking import FORM
 from backend.limited_process import Lost
 from backend.schema_numbers import settle_numbers
-from backend.structured_outputs import StructuredOutputs
+from backend.structured_outputs import StructuredOutputs, write_ranges
 from backend.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Grammars:
         vocabulary, prover = self._load()
         name = f"structured_outputs.{asked.form}"
         try:
-            grammar = _write_grammar(asked)
+            grammar = self._write_tokens(asked.allowed_token_ids) if asked.allowed_token_ids else _write_grammar(asked)
             prover.prove(grammar)
             return Matcher(build(vocabulary.tokenizer, grammar, vocabulary.end_ids), vocabulary, asked)
         except Lost as error:
@@ -83,6 +83,15 @@ class Grammars:
             raise
         except ValueError as error:
             raise RequestError(f"{name}: {self._find_fault(asked, shorten(error), prover)}") from None
+
+    def _write_tokens(self, token_ids: Sequence[int]) -> str:
+        """Any number of these; what ends a text is `Matcher`'s. Raises RequestError."""
+        if token_ids[-1] >= self._vocab_size:
+            raise RequestError(f"structured_outputs.allowed_token_ids has {token_ids[-1]}; the model's tokens are 0 to {self._vocab_size - 1}")
+        own = [token_id for token_id in token_ids if token_id not in self._end_ids]
+        if not own:
+            raise RequestError(f"structured_outputs.allowed_token_ids has nothing but ends of text ({write_ranges(token_ids):.80})")
+        return f"start: <[{write_ranges(own)}]>*"
 
     def _find_fault(self, asked: StructuredOutputs, fault: str, prover: Prover) -> str:
         """What the compiler said, with the place in the schema that it does not say."""

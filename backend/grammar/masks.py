@@ -66,8 +66,8 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[i
         own = vocabulary.thoughts.mask(state)
         masks[row] = masks[row] | own if state == MAY_THINK else own
     for (matcher, drafts), start in zip(asked, starts):
-        if matcher.ignores_end:
-            _forbid(masks[start : start + 1 + len(drafts)], sorted(vocabulary.end_ids))
+        if matcher.forbidden_ends:
+            _forbid(masks[start : start + 1 + len(drafts)], sorted(matcher.forbidden_ends))
     return np.ascontiguousarray(masks[:, : vocabulary.num_words]), starts
 
 

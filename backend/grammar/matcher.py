@@ -37,6 +37,10 @@ class Matcher:
         self.inner, self.vocabulary, self.asked, self.ignores_end, self.state = inner, vocabulary, asked, ignores_end, state
         self.is_complete = False
         """Nothing may follow."""
+        self.forbidden_ends = vocabulary.end_ids if ignores_end else frozenset()
+        """Ends of text that are not chosen where anything else may be."""
+        if asked.allowed_token_ids:
+            self.forbidden_ends |= vocabulary.end_ids.difference(asked.allowed_token_ids)
 
     def copy(self, ignores_end: bool = False, state: int | None = None) -> Matcher:
         """One at the same place, or in another state before the form."""
@@ -131,7 +135,7 @@ class Matcher:
         end = next((place for place, token_id in enumerate(token_ids) if token_id in end_ids), None)
         known = list(token_ids if end is None else token_ids[:end])
         count = inner.validate_tokens(known) if known else 0
-        if end is not None and count == end and not self.ignores_end and inner.validate_tokens([*known, token_ids[end]]) > end:
+        if end is not None and count == end and token_ids[end] not in self.forbidden_ends and inner.validate_tokens([*known, token_ids[end]]) > end:
             return end + 1, []
         if count >= limit or not wants_forced:
             return count, []

@@ -45,7 +45,6 @@ NO_OPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mm_processor_kwargs": (one_of({}), "{}"),
     "documents": (one_of([]), "[]"),
     "logits_processors": (one_of([]), "[]"),
-    "allowed_token_ids": (one_of([]), "[]"),
     "bad_words_token_ids": (one_of([]), "[]"),
     "truncation_side": (one_of("left"), "'left'"),
     "return_token_ids": (one_of(False), "false"),

@@ -56,6 +56,8 @@ class StructuredRequest(Strict):
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    """vLLM's; none where there is none in it."""
     _sent: dict[str, str] = PrivateAttr(default_factory=dict)
     """Fields that the client calls otherwise, and how."""
 
@@ -69,6 +71,7 @@ class StructuredRequest(Strict):
 
     @model_validator(mode="after")
     def _check_forms(self) -> StructuredRequest:
+        self.allowed_token_ids = self.allowed_token_ids or None
         given = [name for name in _FORMS if getattr(self, name) is not None and not isinstance(getattr(self, name), TextFormat)]
         if len(given) > 1:
             raise ValueError(f"the answer can have one form: give one of {', '.join(self._sent.get(name, name) for name in given)}")
@@ -107,4 +110,4 @@ class StructuredRequest(Strict):
         return {**self._sent, **names}
 
 
-_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids")
