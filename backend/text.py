@@ -110,6 +110,11 @@ class Tokenizer:
         """Of special tokens, by their text."""
         return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
 
+    @functools.cached_property
+    def added_ids(self) -> dict[str, int]:
+        """Of all tokens that are looked for in a text before it is cut into others, special or not, by their text."""
+        return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items()}
+
     @property
     def end_id(self) -> int | None:
         """Of the token that its settings call eos_token."""

@@ -85,9 +85,8 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
     if computed >= (context := config.max_model_len or target.max_model_len):  # no request would have room for one, nor the page table for its rows
         raise ConfigError(f"{tree_key} makes trees; the drafter goes on from {computed} drafts of one, and the context holds {context} tokens")
     if drafter.block is not None and tree is not None:
-        raise ConfigError(
-            f"{tree_key} makes trees; the drafter in {_find_folder(config)} makes all drafts of a chain at once: leave it out, or parallel_drafting false"
-        )
+        made = f"the drafter in {_find_folder(config)} makes all drafts of a chain at once"
+        raise ConfigError(f"{tree_key} makes trees; {made}: leave it out, or parallel_drafting false")
     if tree is not None and isinstance(drafter, RecurrentDrafter) and drafter.num_layers > MAX_TREE_LAYERS:
         raise ConfigError(
             f"{tree_key} makes trees; the drafter in {_find_folder(config)} has {drafter.num_layers} layers that make a draft each; the limit is "
