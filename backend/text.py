@@ -110,6 +110,12 @@ class Tokenizer:
         """Of special tokens, by their text."""
         return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
 
+    @functools.cached_property
+    def mark_ids(self) -> dict[str, int]:
+        """Of special tokens, and of added ones whose text is in `<>`, by their text: those that grammars (llguidance) take for no text."""
+        added = self.inner.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in added if token.special or (token.content.startswith("<") and token.content.endswith(">"))}
+
     @property
     def end_id(self) -> int | None:
         """Of the token that its settings call eos_token."""

@@ -121,8 +121,8 @@ class Tools:
             raise RequestError(f"tool_choice must be one of {', '.join(CHOICES)}, name a function, or be of type allowed_tools, got {choice!r:.80}")
         return cls(tuple(tools), str(choice or "auto"), is_parallel)
 
-    def form(self, format: ToolFormat, special: Mapping[str, int], answer: StructuredOutputs | None = None) -> StructuredOutputs | None:
-        """What the answer has to be; None: any text. special: ids of the special tokens, by their text; answer: what it is where it calls nothing.
+    def form(self, format: ToolFormat, marks: Mapping[str, int], answer: StructuredOutputs | None = None) -> StructuredOutputs | None:
+        """What the answer has to be; None: any text. marks: `Tokenizer.mark_ids`; answer: what it is where it calls nothing.
 
         Raises RequestError for an answer that no rule beside calls can be made of.
         """
@@ -132,7 +132,7 @@ class Tools:
         is_free = self.choice == "auto" and self.is_parallel and not self.allowed and not any(f.get("strict") for f in functions)
         if is_free and answer is None:
             return None
-        write = _Writer(special)
+        write = _Writer(marks)
         separated = f"({write(format.separator)} call)*" if format.separator else "call*"
         tail = f"{separated if self.is_parallel else ''} {write(format.end)}"
         rules = [_write_calls("call", format, format.before, functions, write)]
@@ -150,7 +150,11 @@ class Tools:
             start = f"start: call {tail} | FREE\nFREE: /([^{{](.|\\n)*)?/"
         else:
             lead = write(format.lead)
-            rules.append(f"lead{'' if lead.startswith('<[') else '[lazy]'}: TEXT {lead}\nTEXT: /(.|\\n)*/")
+            if lead.startswith("<["):  # in pieces it is the same text, which whoever reads it takes for a call
+                rules.append(f"lead: TEXT {lead} | spelled\nspelled[lazy]: TEXT {json.dumps(format.lead, ensure_ascii=False)}")
+            else:
+                rules.append(f"lead[lazy]: TEXT {lead}")
+            rules.append("TEXT: /(.|\\n)*/")
             if format.begin:
                 start = f"start: TEXT | lead {write(format.begin[len(format.lead) :])} call {tail} TEXT"
             else:
@@ -160,15 +164,15 @@ class Tools:
 
 
 class _Writer:
-    """Texts in Lark's notation, special tokens by their ids."""
+    """Texts in Lark's notation, marks by their ids."""
 
-    def __init__(self, special: Mapping[str, int]) -> None:
-        self._special = {text: token_id for text, token_id in special.items() if text in CALL_TOKENS}
-        self._pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) + ")")
+    def __init__(self, marks: Mapping[str, int]) -> None:
+        self._marks = {text: token_id for text, token_id in marks.items() if text in CALL_TOKENS}
+        self._pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))) + ")")
 
     def __call__(self, text: str) -> str:
-        pieces = self._pattern.split(text) if self._special else [text]
-        return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p, ensure_ascii=False) for p in pieces if p)
+        pieces = self._pattern.split(text) if self._marks else [text]
+        return " ".join(f"<[{self._marks[p]}]>" if p in self._marks else json.dumps(p, ensure_ascii=False) for p in pieces if p)
 
 
 def _write_calls(name: str, format: ToolFormat, before: str, functions: Sequence[Mapping[str, Any]], write: _Writer) -> str:

@@ -258,6 +258,14 @@ def test_a_checkpoints_scale_of_latents(folders: dict[str, Path], tmp_path: Path
     assert all(own.keys.item() == own.values.item() == K.item() for own in scales_of(worker))
 
 
+def test_a_checkpoints_scale_of_keys_that_hold_half_of_the_scores_factor(tmp_path: Path) -> None:
+    """Scores are multiplied with 1, not 1 / 4: keys twice as large are kept, which the checkpoint's own scale would cut off."""
+    make_model(Case("gemma2", config={"head_dim": 16, "query_pre_attn_scalar": 1}), tmp_path / "plain")
+    worker = make_worker(with_scales(tmp_path / "plain", tmp_path / "model", {"k_scale": K, "v_scale": V}))
+    for own in scales_of(worker):
+        torch.testing.assert_close(torch.stack([own.keys, own.values]), torch.tensor([[2 * 0.02] * 2, [0.3] * 2]))
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

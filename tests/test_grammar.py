@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy
+import tokenizers
 import torch
 
 from backend import LLM, SamplingParams, limited_process, step_drafting
@@ -332,6 +333,47 @@ def test_allowed_tokens(grammars, llm, llm_plain, hf_model):
 def test_allowed_tokens_are_a_list_of_ids(ids):
     with pytest.raises(ValueError, match="allowed_token_ids must be a list of token ids from 0 on, got"):
         StructuredOutputs.from_value({"allowed_token_ids": ids})
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["added", "special"])
+def test_texts_that_a_token_of_another_meaning_writes(is_special):
+    """Where they are forced they come in pieces, be they drafts or chosen one by one: grammars take such a token only where they name it."""
+    tokenizer = Tokenizer(BUNDLED_MODEL)
+    tokenizer.inner.add_tokens([tokenizers.AddedToken("<think>", special=is_special)])
+    tokenizer.inner.add_tokens(["[A]", "<b", "< c>"])
+    mark, size = tokenizer.inner.token_to_id("<think>"), tokenizer.inner.get_vocab_size()
+    grammars = Grammars(tokenizer, size, [0])
+    vocabulary = grammars.compile(StructuredOutputs(regex="x")).vocabulary
+    assert vocabulary.marks == {t for t in range(1, size) if vocabulary.tokenizer.is_special_token(t)}
+    for asked, text in (
+        ({"regex": "<think>0[0-9]"}, "<think>00"),
+        ({"json": {"const": "a<think>"}}, '"a<think>"'),
+        ({"choice": ["<think> \u00e9", "<think> \u00e8"]}, "<think> \u00e8"),
+        ({"grammar": f'start: "1" <[{mark}]> "2"'}, "1<think>2"),
+    ):
+        whole = grammars.compile(StructuredOutputs(**asked))
+        for wants_forced in (False, True):
+            matcher, said = whole.copy(), []
+            while not matcher.is_complete:
+                drafts, _, _ = fit_drafts(matcher, [], [], 0, 8, wants_forced)
+                masks, _ = fill_masks([(matcher, drafts)])
+                assert all(masks[place, t // 32] >> t % 32 & 1 for place, t in enumerate(drafts))
+                last = np.nonzero(np.unpackbits(masks[len(drafts)].view(np.uint8), bitorder="little")[:size])[0]
+                said += [*drafts, int(last[0])]  # the end of the text, or of two texts the first
+                matcher.advance(said[-len(drafts) - 1 :])
+            assert tokenizer.decode([t for t in said if t], skip_special_tokens=False) == text and (mark in said) == ("grammar" in asked)
+
+
+def test_looking_ahead_leaves_a_matcher_where_it_is(grammars, llm_plain):
+    """Also over ordinary tokens that a grammar names by their ids."""
+    drafts = llm_plain.engine.tokenizer.encode("x12", add_special_tokens=False)
+    matcher = grammars.compile(StructuredOutputs(grammar=f"start: <[{drafts[0]}]> /[0-9]+/"))
+    for _ in range(2):
+        masks, _ = fill_masks([(matcher, drafts)])
+        assert matcher.look_ahead(drafts, 99)[0] == len(drafts) and matcher.look_ahead([], 1)[1] == drafts[:1]
+    for place, draft in enumerate(drafts):
+        assert np.array_equal(masks[place], fill_masks([(matcher, ())])[0][0])
+        matcher.advance([draft])
 
 
 def test_masks_forbid_in_their_rows_alone():

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import openai
 import pydantic
 import pytest
+import tokenizers
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
@@ -140,6 +141,26 @@ def test_calls_or_an_answer_of_a_form(grammars, format):
                 found = matcher.inner.try_consume_tokens(tokens) == len(tokens) and matcher.inner.is_accepting()
                 # Llama's calls are JSON objects themselves.
                 assert found == is_good or (choice == "none" and not format.lead and "json_object" in asked), (choice, whole)
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["Qwen's", "special"])
+def test_marks_of_calls_that_are_tokens(is_special):
+    """As the tokenizer writes them, which is what models were trained on; in pieces they are the same text, and begin the same calls."""
+    tokenizer, format = Tokenizer(BUNDLED_MODEL), find_format("{{ tools }} <tool_call>")
+    pieces = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    tokenizer.inner.add_tokens([tokenizers.AddedToken(mark, special=is_special) for mark in ("<tool_call>", "</tool_call>")])
+    grammars, offered = Grammars(tokenizer, tokenizer.inner.get_vocab_size(), [0]), [function("put.it", strict=True), function("get_weather")]
+    whole, other = (tokenizer.encode(write(format, [name], '{"city": "x", "days": 3}'), add_special_tokens=False) for name in ("put.it", "none"))
+    for choice in ("required", "auto"):
+        form = Tools.from_values(offered, choice).form(format, tokenizer.mark_ids)
+        assert form is not None
+        matcher = grammars.compile(form)
+        assert matcher.inner.validate_tokens(whole) == len(whole) and matcher.inner.validate_tokens(other) < len(other)
+        if choice == "required":
+            assert matcher.look_ahead([], 3)[1] == whole[:3] and matcher.look_ahead(pieces, 99)[0] == 0
+        else:
+            assert matcher.inner.validate_tokens(pieces + whole[1:]) == len(pieces + whole[1:])
+            assert matcher.inner.validate_tokens(pieces + other[1:]) < len(pieces + other[1:])
 
 
 def test_special_tokens_are_written_by_their_ids():

@@ -98,6 +98,11 @@ def test_trees_that_grow_too_wide(values: dict[str, Any], message: str) -> None:
         LLM(speculative_config={"method": "mtp", "tree_nodes": 8, **values})
 
 
+def test_trees_that_no_context_holds() -> None:
+    with pytest.raises(ConfigError, match="tree_nodes makes trees; the drafter goes on from 24 drafts of one, and the context holds 24 tokens"):
+        LLM(max_model_len=24, speculative_config={"method": "mtp", "tree_nodes": 8, "num_speculative_tokens": 4, "tree_top_k": 8})
+
+
 def test_what_requests_may_choose() -> None:
     static, grown = (SpeculativeConfig.from_dict({**RECYCLING, "tree_paths": PATHS}), SpeculativeConfig.from_dict({"method": "mtp", "tree_nodes": 8}))
     assert [static.resolve({"num_speculative_tokens": n}).num_nodes for n in range(5)] == [0, 2, 5, 7, 8]

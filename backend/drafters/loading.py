@@ -75,21 +75,22 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
     else:
         model = _load_recurrent(config, target, dtype, device, ranks)
         drafter = RecurrentDrafter(model, steps) if model.mask_token_id is None else ParallelDrafter(model)
-    if tree is not None and drafter.attends_drafts and sum(tree.computed_by_depth) > MAX_NODES:
+    tree_key = f"speculative_config.{'tree_paths' if speculative.tree_paths else 'tree_nodes'}"
+    computed = sum(tree.computed_by_depth) if tree is not None and drafter.attends_drafts else 0
+    if tree is not None and computed > MAX_NODES:
         raise ConfigError(
             f"speculative_config.tree_top_k is {tree.num_candidates}, and {len(tree.computed_by_depth) + 1} drafts follow one another: the drafter "
-            f"goes on from {sum(tree.computed_by_depth)}; the limit is {MAX_NODES}: take a smaller tree_top_k or num_speculative_tokens"
+            f"goes on from {computed}; the limit is {MAX_NODES}: take a smaller tree_top_k or num_speculative_tokens"
         )
+    if computed >= (context := config.max_model_len or target.max_model_len):  # no request would have room for one, nor the page table for its rows
+        raise ConfigError(f"{tree_key} makes trees; the drafter goes on from {computed} drafts of one, and the context holds {context} tokens")
     if drafter.block is not None and tree is not None:
-        raise ConfigError(
-            f"speculative_config.{'tree_paths' if speculative.tree_paths else 'tree_nodes'} makes trees; the drafter in {_find_folder(config)} makes "
-            "all drafts of a chain at once: leave it out, or parallel_drafting false"
-        )
+        made = f"the drafter in {_find_folder(config)} makes all drafts of a chain at once"
+        raise ConfigError(f"{tree_key} makes trees; {made}: leave it out, or parallel_drafting false")
     if tree is not None and isinstance(drafter, RecurrentDrafter) and drafter.num_layers > MAX_TREE_LAYERS:
         raise ConfigError(
-            f"speculative_config.{'tree_paths' if speculative.tree_paths else 'tree_nodes'} makes trees; the drafter in {_find_folder(config)} has "
-            f"{drafter.num_layers} layers that make a draft each; the limit is {MAX_TREE_LAYERS} with trees: leave it out, or take fewer "
-            "num_speculative_tokens"
+            f"{tree_key} makes trees; the drafter in {_find_folder(config)} has {drafter.num_layers} layers that make a draft each; the limit is "
+            f"{MAX_TREE_LAYERS} with trees: leave it out, or take fewer num_speculative_tokens"
         )
     if steps > drafter.max_drafts:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,7 +53,8 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[i
             if matcher.state == MAY_THINK and first != 0:
                 single.append((matcher.inner, begin))
             if first is not None and len(known) > first:
-                several.append((matcher.inner, begin + first, list(known[first:])))
+                # Of a copy: the drafts are taken back, of which tokens that the grammar names by their ids are too long.
+                several.append((matcher.inner.deep_copy(), begin + first, list(known[first:])))
             elif first is not None:
                 single.append((matcher.inner, begin + first))
         begin += room
@@ -62,6 +64,10 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[i
         vocabulary.executor.unsafe_compute_mask_ptr(single, *place)
     if several:
         vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(several, *place)
+    for row in np.nonzero(~(masks & vocabulary.others).any(axis=1))[0] if vocabulary.marks else ():
+        number = bisect.bisect(starts, row) - 1
+        matcher, drafts = asked[number]
+        _split_marks(masks[row], matcher.after(drafts[: row - starts[number]]))
     for row, state in thought:
         own = vocabulary.thoughts.mask(state)
         masks[row] = masks[row] | own if state == MAY_THINK else own
@@ -69,6 +75,14 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[i
         if matcher.forbidden_ends:
             _forbid(masks[start : start + 1 + len(drafts)], sorted(matcher.forbidden_ends))
     return np.ascontiguousarray(masks[:, : vocabulary.num_words]), starts
+
+
+def _split_marks(mask: np.ndarray, matcher: Matcher | None) -> None:
+    """A mask [W] of nothing but marks at the matcher's place: of a text that has to come in pieces, the first piece."""
+    token_ids = np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0].tolist()
+    if matcher is not None and token_ids and (piece := matcher.find_piece(token_ids)) is not None:
+        mask[:] = 0
+        mask[piece // 32] = np.uint32(1 << piece % 32).view(np.int32)
 
 
 def fill_draft_masks(asked: Sequence[tuple[Matcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from backend.errors import RequestError
 from backend.grammar.thinking import FORM, MAY_THINK, OPENS, THINKING, Thoughts
 from backend.structured_outputs import StructuredOutputs
@@ -26,6 +28,12 @@ class Vocabulary:
         self.num_own_words = -(-tokenizer.vocab_size // 32)
         """Of a mask as it is computed: the tokenizer may know tokens that the model does not."""
         self.thoughts = Thoughts(own, self.num_own_words, vocab_size, self.end_ids)
+        self.marks = frozenset(own.mark_ids.values()) - self.end_ids
+        """Tokens that grammars take where they name them alone, not for the text that they write: special ones, and those whose text is in `<>`."""
+        others = np.full(32 * self.num_own_words, True)
+        others[list(self.marks)] = False
+        self.others = np.packbits(others, bitorder="little").view(np.int32)
+        """A mask of all others."""
 
 
 class Matcher:
@@ -118,6 +126,16 @@ class Matcher:
         lines = self.inner.get_error().splitlines()
         return f" ({lines[0]:.200})" if lines else ""
 
+    def find_piece(self, token_ids: Collection[int]) -> int | None:
+        """Where the mask has nothing but these marks: what else begins the text that is forced here. None: one of them is named here.
+
+        The tokenizer writes such a text with the mark in it, which makes the mask; the grammar does not take that for the text.
+        """
+        if any(self.inner.validate_tokens([token_id]) for token_id in token_ids):
+            return None
+        text = self.inner.compute_ff_bytes().decode(errors="ignore")  # whose last character may be there in part
+        return next(iter(self.vocabulary.tokenizer.greedy_tokenize(text)), None)
+
     def look_ahead(self, token_ids: Sequence[int], limit: int, wants_forced: bool = True) -> tuple[int, list[int]]:
         """How many leading tokens the grammar allows here, and those that it forces after them, as the tokenizer writes them; `limit`: of both."""
         if self.state == FORM:
@@ -139,10 +157,11 @@ class Matcher:
             return end + 1, []
         if count >= limit or not wants_forced:
             return count, []
-        if count and not inner.consume_tokens(known[:count]):
+        place = inner.deep_copy() if count else inner  # to be taken back, tokens that a grammar names by their ids are too long
+        if count and not place.consume_tokens(known[:count]):
             return 0, []
-        forced = inner.compute_ff_tokens()
-        if count:
-            inner.rollback(count)
+        forced = place.compute_ff_tokens()
+        if not self.vocabulary.marks.isdisjoint(forced):
+            forced = forced[: inner.validate_tokens([*known[:count], *forced]) - count]
         usable = next((i for i, t in enumerate(forced) if t in end_ids or t >= self.vocabulary.vocab_size), len(forced))
         return count, forced[: min(usable, limit - count)]

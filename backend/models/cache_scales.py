@@ -52,6 +52,8 @@ def read_cache_scales(spec: DecoderSpec, weights: Weights) -> Scales | None:
         keys, values = (_read(kind, prefix, part, weights) for kind in "kv")
         if isinstance(part, LatentSpec) and keys is not None:
             values = keys  # one scale is of the whole entry, as vLLM keeps it
+        if isinstance(part, AttentionSpec) and part.scale is not None and keys is not None:
+            keys = keys * math.sqrt(part.scale * part.head_dim**0.5)  # with which keys are multiplied here: see `RopeTables`
         if keys is None or values is None:
             absent = absent or f"{prefix}.{'k' if keys is None else 'v'}_scale"
         else:
