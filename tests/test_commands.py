@@ -4,9 +4,11 @@ exist for theirs: each starts, or its message says what differs."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from backend.other_servers.kinds import Alias, Needless, Refused
 from backend.other_servers.tables import OTHERS
 from backend.speculative_config import SpeculativeConfig
 from backend.speculative_names import READ_HERE
+from client.messages import Chunk
 from deploy.cli import main, make_parser
 from deploy.options import read_command, split_keys
 from deploy.other_options import explain_environment
@@ -518,6 +521,19 @@ def test_a_file_that_cannot_be_read_is_said_at_once(state: Path, tmp_path: Path,
     assert capsys.readouterr().err.startswith("foretoken serve: ") and not state.exists()
     assert main(["serve", "--dry-run", *(word.format(**places) for word in words)]) == 2
     assert message.format(**places) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_output_that_nobody_takes(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`| head` is no error, a full disk is one, and neither is a traceback."""
+    monkeypatch.setattr("client.cli.Client.stream", lambda self, **_: iter([Chunk("x", [1])]))
+    reader, writer = os.pipe()
+    os.close(reader)
+    for target, status, message in ((writer, 141, ""), ("/dev/full", 1, f"\nforetoken {command}: standard output: No space left on device\n")):
+        with open(target, "w") as stdout, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            assert main([command, "x"]) == status
+        assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])
