@@ -42,6 +42,7 @@ from deploy.server import (
     free_ports,
     lock_folder,
     server_state,
+    writing,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
@@ -325,15 +326,17 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         model_parameters(values, engine, model)  # before anything is written
         check_repository(target)
         lock = lock_folder(target)
-        put_password(values, target, password)
+        with writing(target):
+            put_password(values, target, password)
         if not args.dry_run:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
             check_ports({k: getattr(config, k) for k in names}, config.host)
             check_shared_memory()
         remove_regions(target)
         parameters = model_parameters(values, engine, model)
-        render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
-        key = write_key(target)
+        with writing(target):
+            render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
+            key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
         if lock is not None:
             os.close(lock)

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -237,6 +238,15 @@ def check_shared_memory() -> None:
         raise LaunchError(f"/dev/shm has {free >> 20} MiB free; the server needs {SHM_NEEDED >> 20} MiB: in Docker, use --shm-size=1g")
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises LaunchError for a folder that what is rendered cannot be written to: a full disk is no traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"repository {folder} cannot be written: {error.strerror}") from None
+
+
 def lock_folder(folder: Path) -> int:
     """Makes the folder this process's own until it ends (or what it becomes by exec). Returns the lock's file descriptor.
 
@@ -256,6 +266,7 @@ def lock_folder(folder: Path) -> int:
         if isinstance(error, BlockingIOError):
             raise LaunchError(f"repository {folder} is in use by {owner}: name another folder with --repository, or stop that server") from None
         raise LaunchError(f"repository {folder} cannot be locked: {error.strerror}") from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with writing(folder):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import importlib.util
 import json
 import logging
@@ -1380,6 +1381,16 @@ def test_what_a_killed_server_left_of_its_shared_memory_is_removed(state: Path, 
     finally:
         for path in (own, other):
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("step", ["deploy.server.os.pwrite", "deploy.launcher.write_key"])
+def test_a_full_disk_is_said(step: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(step, fail)
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / 'new'}"]) == 2
+    assert f"repository {tmp_path / 'new'} cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_owned(tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
