@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from backend.drafter_checks import check_drafter_folder
+from backend.models.shards import held_folder
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
 from training import trainer
@@ -289,8 +290,12 @@ def test_data_that_is_not_there_or_too_little(folder: Path, text: Path, tmp_path
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    for name in ("empty", "missing.txt", "empty.jsonl"):
+    for name in ("empty", "empty.jsonl"):
         refused(flags(folder, tmp_path / name, tmp_path / "out"), capsys, f"--data {tmp_path / name}: no *.py")
+    missing = tmp_path / "missing.txt"
+    refused([*flags(folder, text, tmp_path / "out"), "--data", str(text), str(missing)], capsys, f"--data {missing} does not exist")
+    with held_folder(tmp_path / "out"):
+        refused(flags(folder, text, tmp_path / "out"), capsys, f"{tmp_path / 'out'} is being written by another process")
     (tmp_path / "a.txt").write_text("x")
     refused(flags(folder, tmp_path / "a.txt", tmp_path / "out"), capsys, "--data holds 2 tokens; one sequence takes 32 (--context)")
     refused(flags(folder, text, tmp_path / "out", heldout=tmp_path / "a.txt", report_prompts=1), capsys, "--heldout holds 2 tokens")
