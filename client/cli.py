@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import time
 from typing import Any
@@ -58,16 +56,6 @@ def stream_to_terminal(client: Client, **values: Any) -> tuple[Completion, str]:
     return completion, line
 
 
-def end_output(name: str, error: OSError) -> int:
-    """Says that standard output takes no more, unless who read it has gone (`| head`). Returns the exit status."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is left would be written at the end of the process
-    if isinstance(error, BrokenPipeError):
-        return 128 + signal.SIGPIPE
-    print(f"\nforetoken {name}: standard output: {error.strerror}", file=sys.stderr)
-    return 1
-
-
 def complete(args: argparse.Namespace) -> int:
     prompt = " ".join(args.prompt) or sys.stdin.read()
     with Client(args.url) as client:
@@ -76,8 +64,6 @@ def complete(args: argparse.Namespace) -> int:
         except GenerateError as error:
             print(f"\nforetoken complete: {error}", file=sys.stderr)
             return 1
-        except OSError as error:
-            return end_output("complete", error)
     print() if args.quiet else print(f"\n\n[{line}]", file=sys.stderr)
     return 0
 
@@ -103,8 +89,6 @@ def chat(args: argparse.Namespace) -> int:
             except GenerateError as error:
                 print(f"\nforetoken chat: {error}", file=sys.stderr)
                 return 1
-            except OSError as error:
-                return end_output("chat", error)
             messages.append({"role": "assistant", "content": completion.text})
             print() if args.quiet else print(f"\n[{line}]", file=sys.stderr)
             if not sys.stdin.isatty() and args.prompt:

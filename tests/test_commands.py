@@ -3,6 +3,7 @@ exist for theirs: each starts, or its message says what differs."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -523,17 +524,19 @@ def test_a_file_that_cannot_be_read_is_said_at_once(state: Path, tmp_path: Path,
     assert message.format(**places) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["complete", "chat"])
-def test_output_that_nobody_takes(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`| head` is no error, a full disk is one, and neither is a traceback."""
+@pytest.mark.parametrize("command", [["complete", "x"], ["inspect", str(BUNDLED_MODEL)]])
+def test_output_that_nobody_takes(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`| head` is no error, a full disk is one, and neither is a traceback: of what is printed piece by piece, and of what is kept until the end."""
     monkeypatch.setattr("client.cli.Client.stream", lambda self, **_: iter([Chunk("x", [1])]))
-    reader, writer = os.pipe()
-    os.close(reader)
-    for target, status, message in ((writer, 141, ""), ("/dev/full", 1, f"\nforetoken {command}: standard output: No space left on device\n")):
-        with open(target, "w") as stdout, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", stdout)
-            assert main([command, "x"]) == status
-        assert capsys.readouterr().err == message
+    full = f"foretoken {command[0]}: standard output: No space left on device\n"
+    for size in (0, 8192):  # of the buffer: PYTHONUNBUFFERED means none
+        reader, writer = os.pipe()
+        os.close(reader)
+        for target, status, message in ((writer, 141, ""), ("/dev/full", 1, full)):
+            with io.TextIOWrapper(open(target, "wb", size), write_through=not size) as stdout, monkeypatch.context() as patch:
+                patch.setattr(sys, "stdout", stdout)
+                assert main(command) == status
+            assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])
