@@ -17,7 +17,7 @@ from backend.errors import ModelError
 from backend.model_checks import check_drafter, check_model
 from backend.models import shards
 from backend.models.mtp import Mtp
-from backend.models.shards import held_folder
+from backend.models.shards import held
 from backend.models.writing import _describe, _shorten
 from backend.quantization_config import QuantizationConfig, read_quantization
 from deploy.cli import main
@@ -106,8 +106,8 @@ def test_who_else_may_read_it_and_write_it(tmp_path: Path, capsys: pytest.Captur
     """safetensors' own files are for their user alone; a server has another one in a container. Of two at once each would have written a part."""
     words = ["quantize", str(BUNDLED_DRAFTER), str(tmp_path / "out"), "--quantization", "wint8"]
     (tmp_path / "out").mkdir()
-    with held_folder(tmp_path / "out"):
-        assert main(words) == 2 and f"{tmp_path / 'out'} is being written by another process" in capsys.readouterr().err
+    with held(tmp_path / "out"):
+        assert main(words) == 2 and f"{tmp_path / 'out'} is in use by another process" in capsys.readouterr().err
     assert main(words) == 0
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
 

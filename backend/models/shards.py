@@ -29,7 +29,7 @@ def new_folder(out: Path) -> Iterator[None]:
     check_new(out)
     is_made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    with held_folder(out):
+    with held(out):
         check_new(out)  # of two at once the other one may have ended meanwhile
         try:
             yield
@@ -42,17 +42,17 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_folder(out: Path) -> Iterator[None]:
-    """Keeps others from writing to a folder: of two at once it would have one's weights with the other's config.json.
+def held(path: Path) -> Iterator[None]:
+    """Keeps others from writing to a folder (or file): of two at once it would have one's weights with the other's config.json.
 
     Raises ConfigError where another process does, which the kernel knows: one that was killed holds nothing.
     """
-    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(f"{out} is being written by another process") from None
+        raise ConfigError(f"{path} is in use by another process") from None
     except OSError:  # a file system without locks of folders
         pass
     try:
