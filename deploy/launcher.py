@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
-from deploy.together import run_together
+from deploy.together import end_with_parent, run_together
 
 DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
@@ -91,8 +92,11 @@ def check_model(
 
 
 def convert_apart(path: Path, out: Path) -> None:
-    """`foretoken convert`, as a process of its own: this one stays without torch. Raises ModelError; what was wrong has been said."""
-    if subprocess.run([sys.executable, "-m", "deploy.cli", "convert", str(path), str(out)]).returncode:
+    """`foretoken convert`, as a process of its own: this one stays without torch. Raises ModelError; what was wrong has been said.
+
+    It ends with this process, which has the folder's lock: the next one would write to the same folder beside it."""
+    command = [sys.executable, "-m", "deploy.cli", "convert", str(path), str(out)]
+    if subprocess.run(command, preexec_fn=end_with_parent(signal.SIGKILL)).returncode:
         raise ModelError(f"{path} could not be converted")
 
 

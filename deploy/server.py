@@ -149,14 +149,15 @@ def _lay_out_backend(root: Path, stub: Path) -> Path:
     target = directory / "python"
     try:
         target.mkdir(parents=True, exist_ok=True)
+        for source in (*(p for p in (root / "backends" / "python").iterdir() if p.is_file()), stub):
+            link = target / source.name
+            if not link.is_symlink() or link.readlink() != source:
+                fresh = link.with_name(f"{link.name}.{os.getpid()}")
+                fresh.unlink(missing_ok=True)  # of one that was killed: in a container all have the same number
+                fresh.symlink_to(source)
+                fresh.replace(link)  # at once: another server may be starting
     except OSError as error:
         raise LaunchError(f"{target} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder") from None
-    for source in (*(p for p in (root / "backends" / "python").iterdir() if p.is_file()), stub):
-        link = target / source.name
-        if not link.is_symlink() or link.readlink() != source:
-            fresh = link.with_name(f"{link.name}.{os.getpid()}")
-            fresh.symlink_to(source)
-            fresh.replace(link)  # at once: another server may be starting
     return directory
 
 
