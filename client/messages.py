@@ -44,6 +44,8 @@ _TYPES: dict[str, str] = {
     "stream": "BOOL", "cancel": "BYTES", "describe": "BOOL", "suffix_corpus": "BYTES",
 }  # fmt: skip
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
+_NUMBERS = {"INT32": ("iu", "an integer"), "INT64": ("iu", "an integer"), "FP32": ("iuf", "a number"), "BOOL": ("b", "true or false")}
+"""What a parameter's values have to be: NumPy's kinds, and in words."""
 _FORMATS = {"INT32": "i", "INT64": "q", "FP32": "f", "BOOL": "?"}
 _NO_TEXT = b"\0\0\0\0"
 """One empty string in the protocol's raw form."""
@@ -67,6 +69,25 @@ def check_unicode(name: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise GenerateError(f"{name} is not valid Unicode: {error.object[error.start]!r} at {error.start}", "INVALID_ARG") from None
+
+
+def check_numbers(name: str, value: Any) -> None:
+    """Raises GenerateError for numbers that the input's tensor would hold as others, as Triton's own reading of JSON does: 2**32 + 5 becomes 5."""
+    if (kind := _TYPES[name]) == "BYTES":
+        return
+    kinds, words = _NUMBERS[kind]
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        array = np.array(None)
+    if kind.startswith("INT"):
+        end = 2 ** (int(kind.removeprefix("INT")) - 1)
+        words = f"{words} from {-end} to {end - 1}"
+        is_right = array.dtype.kind in kinds and array.min(initial=0) >= -end and array.max(initial=0) < end
+    else:
+        is_right = array.dtype.kind in kinds
+    if array.size and not is_right:
+        raise GenerateError(f"{name} must be {words}, got {value!r:.80}", "INVALID_ARG")
 
 
 _STATUS_CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE": "UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED": "TIMEOUT"}
@@ -135,6 +156,8 @@ def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]
     values = {k: v for k, v in parameters.items() if v is not None}
     if unknown := set(values) - set(_TYPES):
         raise TypeError(f"unknown parameters {sorted(unknown)}; known: {', '.join(PARAMETERS)}")
+    for name, value in values.items():
+        check_numbers(name, value)
     if prompt is not None:
         values["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
     for name in ("logit_bias", "speculative", "structured_outputs", "tools", "tool_choice", "messages", "chat_template_kwargs", "suffix_corpus"):

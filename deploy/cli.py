@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import signal
 import sys
 import textwrap
@@ -166,9 +167,29 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, handler)
     args.argv = argv[1:]
     try:
-        return args.run(args)
+        status = args.run(args)
+        print(end="", flush=True)
+        return status
     except KeyboardInterrupt:
         return 130
+    except OSError:
+        if (ended := end_output(args.command)) is None:
+            raise
+        return ended
+
+
+def end_output(command: str) -> int | None:
+    """The exit status where standard output takes no more, which is said unless who read it has gone (`| head`); else None."""
+    try:
+        print(flush=True)  # a line: what failed is kept for another try with a buffer alone (PYTHONUNBUFFERED)
+        return None
+    except OSError as error:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is left would be written at the end of the process
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"foretoken {command}: standard output: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,12 +43,13 @@ from deploy.server import (
     free_ports,
     lock_folder,
     server_state,
+    writing,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
-from deploy.together import run_together
+from deploy.together import end_with_parent, run_together
 
 DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
@@ -90,8 +92,11 @@ def check_model(
 
 
 def convert_apart(path: Path, out: Path) -> None:
-    """`foretoken convert`, as a process of its own: this one stays without torch. Raises ModelError; what was wrong has been said."""
-    if subprocess.run([sys.executable, "-m", "deploy.cli", "convert", str(path), str(out)]).returncode:
+    """`foretoken convert`, as a process of its own: this one stays without torch. Raises ModelError; what was wrong has been said.
+
+    It ends with this process, which has the folder's lock: the next one would write to the same folder beside it."""
+    command = [sys.executable, "-m", "deploy.cli", "convert", str(path), str(out)]
+    if subprocess.run(command, preexec_fn=end_with_parent(signal.SIGKILL)).returncode:
         raise ModelError(f"{path} could not be converted")
 
 
@@ -325,15 +330,17 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         model_parameters(values, engine, model)  # before anything is written
         check_repository(target)
         lock = lock_folder(target)
-        put_password(values, target, password)
+        with writing(target):
+            put_password(values, target, password)
         if not args.dry_run:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
             check_ports({k: getattr(config, k) for k in names}, config.host)
             check_shared_memory()
         remove_regions(target)
         parameters = model_parameters(values, engine, model)
-        render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
-        key = write_key(target)
+        with writing(target):
+            render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
+            key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
         if lock is not None:
             os.close(lock)

@@ -104,7 +104,11 @@ def write_token_map(args: argparse.Namespace) -> int:
         documents = Reader(Path(args.model)).read(args.data, "--data")
         always = [token_id for token_id in spec.eos_token_ids if token_id < spec.vocab_size]  # texts have few of them, and each answer one
         chosen = choose_draft_ids(documents, spec.vocab_size, args.size, always)
-        args.out.write_text(json.dumps(chosen.tolist()) + "\n")
+        try:
+            args.out.write_text(json.dumps(chosen.tolist()) + "\n")
+        except OSError as error:
+            args.out.unlink(missing_ok=True)
+            raise ConfigError(f"--out {args.out}: {error.strerror}") from None
     except (ValueError, OSError) as error:  # among them ConfigError and ModelError
         print(f"foretoken token-map: {error}", file=sys.stderr)
         return 2

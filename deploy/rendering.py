@@ -18,6 +18,8 @@ from deploy.supervision.processes import REGIONS_FILE
 
 KEY_FILE, PASSWORD_FILE = ".key", ".scheduler-password"
 """In the repository's folder, for this user alone to read."""
+PART_FOLDER = ".part"
+"""There, too, while models are rendered: a start that is killed leaves no model that is there in part, which would be taken for something else."""
 
 
 def render_parameters(values: dict[str, Any]) -> str:
@@ -35,7 +37,7 @@ def check_repository(target: Path) -> None:
         return
     if not target.is_dir():
         raise LaunchError(f"--repository {target} is not a folder")
-    models, own = {source.name for source in REPOSITORIES.glob("*/*")}, {LOCK_FILE, KEY_FILE, PASSWORD_FILE, REGIONS_FILE}
+    models, own = {source.name for source in REPOSITORIES.glob("*/*")}, {LOCK_FILE, KEY_FILE, PASSWORD_FILE, PART_FOLDER, REGIONS_FILE}
     is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir() if p.name not in own)
     if is_other or any(target.rglob("*.safetensors")):
         raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
@@ -62,15 +64,19 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
     not rendered.
     """
     check_repository(target)
-    for source in REPOSITORIES.glob("*/*"):  # it may have been of another role
-        if (target / source.name).exists():
-            shutil.rmtree(target / source.name)
+    part = target / PART_FOLDER
+    if part.exists():
+        shutil.rmtree(part)
+    part.mkdir(parents=True)
+    for name in {source.name for source in REPOSITORIES.glob("*/*")}:  # it may have been of another role
+        if (target / name).exists():
+            (target / name).rename(part / f"{name}.old")
     for source in sorted(source_folder.iterdir()):
         text = (source / "config.pbtxt").read_text("utf-8")
         head, mark, tail = text.partition("parameters [")
         if mark and source.name not in parameters:
             continue
-        version = target / source.name / "1"
+        version = part / source.name / "1"
         version.mkdir(parents=True)
         if mark:
             block_end = tail.index("\n]\n") + 3 if "\n]\n" in tail.split("input [")[0] else tail.index("\n") + 1
@@ -78,7 +84,9 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
             if source.name != "tokenizer":
                 text = text.replace(ONE_INSTANCE, render_instances(device, num_ranks if source.name in RANKED_MODELS else 1))
             shutil.copy(source / "1" / "model.py", version)
-        (target / source.name / "config.pbtxt").write_text(text, "utf-8")
+        (part / source.name / "config.pbtxt").write_text(text, "utf-8")
+        (part / source.name).rename(target / source.name)
+    shutil.rmtree(part)
 
 
 def write_secret(path: Path, secret: str) -> None:

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,14 +149,15 @@ def _lay_out_backend(root: Path, stub: Path) -> Path:
     target = directory / "python"
     try:
         target.mkdir(parents=True, exist_ok=True)
+        for source in (*(p for p in (root / "backends" / "python").iterdir() if p.is_file()), stub):
+            link = target / source.name
+            if not link.is_symlink() or link.readlink() != source:
+                fresh = link.with_name(f"{link.name}.{os.getpid()}")
+                fresh.unlink(missing_ok=True)  # of one that was killed: in a container all have the same number
+                fresh.symlink_to(source)
+                fresh.replace(link)  # at once: another server may be starting
     except OSError as error:
         raise LaunchError(f"{target} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder") from None
-    for source in (*(p for p in (root / "backends" / "python").iterdir() if p.is_file()), stub):
-        link = target / source.name
-        if not link.is_symlink() or link.readlink() != source:
-            fresh = link.with_name(f"{link.name}.{os.getpid()}")
-            fresh.symlink_to(source)
-            fresh.replace(link)  # at once: another server may be starting
     return directory
 
 
@@ -237,6 +239,15 @@ def check_shared_memory() -> None:
         raise LaunchError(f"/dev/shm has {free >> 20} MiB free; the server needs {SHM_NEEDED >> 20} MiB: in Docker, use --shm-size=1g")
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises LaunchError for a folder that what is rendered cannot be written to: a full disk is no traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"repository {folder} cannot be written: {error.strerror}") from None
+
+
 def lock_folder(folder: Path) -> int:
     """Makes the folder this process's own until it ends (or what it becomes by exec). Returns the lock's file descriptor.
 
@@ -256,6 +267,7 @@ def lock_folder(folder: Path) -> int:
         if isinstance(error, BlockingIOError):
             raise LaunchError(f"repository {folder} is in use by {owner}: name another folder with --repository, or stop that server") from None
         raise LaunchError(f"repository {folder} cannot be locked: {error.strerror}") from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with writing(folder):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor

@@ -13,7 +13,7 @@ import pytest
 from client.bench import cli
 from client.bench.dataset import DatasetError, Prompt, read_prompts
 from client.bench.report import format_table, summarize
-from client.bench.requests import Outcome, Sent, send
+from client.bench.requests import OpenAIBackend, Outcome, Sent, send
 from client.bench.speculation import compare
 from training.heldout import list_heldout
 
@@ -149,6 +149,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
     [
         ([Sent(True, 4, USAGE, "length")], None),
         ([Sent(True, None), Sent(False, None, USAGE, "stop")], None),
+        ([Sent(False, None), Sent(False, None, {"completion_tokens": 1}, "stop")], None),  # the end of text alone, which is no text
         ([Sent(True, 4)], "without a finish reason"),
         ([Sent(True, 4, None, "length")], "no usage"),
         ([Sent(True, 3, USAGE, "length")], "3 tokens came, usage says 4"),
@@ -160,6 +161,12 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 4}
 def test_a_wrong_answer_is_a_failure(sent, error):
     found = asyncio.run(send(Script(*sent), Prompt("p", 4), 0, must_be_full=error is not None))
     assert (found.error is None) if error is None else (error in found.error)
+
+
+@pytest.mark.parametrize("part", ["content", "reasoning_content", "reasoning"])
+def test_thoughts_are_tokens_too(part):
+    """By our name and by vLLM's; the first one is the first token that a reader waits for."""
+    assert OpenAIBackend._read({"choices": [{"delta": {part: "x"}}]}).has_tokens
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import grpc
+import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
@@ -165,6 +167,27 @@ def test_half_a_surrogate_pair_is_the_callers_fault(values: dict, name: str) -> 
     with pytest.raises(GenerateError, match=r"the request is not valid Unicode: '\\ud800' at ") as caught:
         HttpClient("127.0.0.1:1").generate(**values)
     assert caught.value.code == "INVALID_ARG"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("max_tokens", 2**32 + 5, "an integer from -2147483648 to 2147483647"),
+        ("seed", 2**70, "an integer from -9223372036854775808 to 9223372036854775807"),
+        ("stop_token_ids", [1, 2**31], "an integer from"),
+        ("top_k", 2.5, "an integer from"),
+        ("temperature", "0.5", "a number"),
+        ("ignore_eos", "false", "true or false"),
+        ("input_ids", [[1], [2, 3]], "an integer from"),
+    ],
+)
+def test_numbers_that_a_tensor_would_hold_as_others(name: str, value: object, rule: str) -> None:
+    for client in (Client("127.0.0.1:1"), HttpClient("127.0.0.1:1")):
+        with pytest.raises(GenerateError, match=re.escape(f"{name} must be {rule}")) as caught:
+            client.generate("x", **{name: value})
+        assert caught.value.code == "INVALID_ARG"
+    kept = prompt_values(None, {"input_ids": np.array([1, 2]), "stop_token_ids": [], "seed": -(2**63), "top_p": 1, "stream": False})
+    assert [i.shape() for i in make_inputs(kept)] == [[2], [0], [1], [1], [1]]
 
 
 def test_a_request_id_that_is_no_text() -> None:

@@ -3,10 +3,13 @@ exist for theirs: each starts, or its message says what differs."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import shlex
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from backend.other_servers.kinds import Alias, Needless, Refused
 from backend.other_servers.tables import OTHERS
 from backend.speculative_config import SpeculativeConfig
 from backend.speculative_names import READ_HERE
+from client.messages import Chunk
 from deploy.cli import main, make_parser
 from deploy.options import read_command, split_keys
 from deploy.other_options import explain_environment
@@ -518,6 +522,21 @@ def test_a_file_that_cannot_be_read_is_said_at_once(state: Path, tmp_path: Path,
     assert capsys.readouterr().err.startswith("foretoken serve: ") and not state.exists()
     assert main(["serve", "--dry-run", *(word.format(**places) for word in words)]) == 2
     assert message.format(**places) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["complete", "x"], ["inspect", str(BUNDLED_MODEL)]])
+def test_output_that_nobody_takes(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`| head` is no error, a full disk is one, and neither is a traceback: of what is printed piece by piece, and of what is kept until the end."""
+    monkeypatch.setattr("client.cli.Client.stream", lambda self, **_: iter([Chunk("x", [1])]))
+    full = f"foretoken {command[0]}: standard output: No space left on device\n"
+    for size in (0, 8192):  # of the buffer: PYTHONUNBUFFERED means none
+        reader, writer = os.pipe()
+        os.close(reader)
+        for target, status, message in ((writer, 141, ""), ("/dev/full", 1, full)):
+            with io.TextIOWrapper(open(target, "wb", size), write_through=not size) as stdout, monkeypatch.context() as patch:
+                patch.setattr(sys, "stdout", stdout)
+                assert main(command) == status
+            assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])

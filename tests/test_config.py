@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -18,6 +20,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -1364,6 +1367,31 @@ def test_a_folder_has_one_owner(state: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["serve", "--dry-run", f"--repository={target}"]) == 0 and not marker.exists()
 
 
+def test_a_start_that_was_killed_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever that was, and whatever was rendered before: the next one renders all of it."""
+    parameters = {"decode": {"model": "x"}, "tokenizer": {"model": "x"}}
+    rendering.render_repository(tmp_path / "fresh", parameters, "cpu")
+    for killed_at in itertools.count():
+        steps = itertools.count()
+
+        def die(own: Callable[..., Any], steps: Iterator[int] = steps, killed_at: int = killed_at) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                if next(steps) == killed_at:
+                    raise KeyboardInterrupt
+                return own(*args, **options)
+
+            return call
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in ("mkdir", "rename", "rmdir", "unlink", "open"):
+                patch.setattr(os, name, die(getattr(os, name)))
+            rendering.render_repository(tmp_path / "killed", parameters, "cpu")
+            break
+    assert killed_at > 20
+    trees = [{str(p.relative_to(tmp_path / name)) for p in (tmp_path / name).rglob("*")} for name in ("fresh", "killed")]
+    assert trees[0] == trees[1] and "decode/config.pbtxt" in trees[0]
+
+
 def test_what_a_killed_server_left_of_its_shared_memory_is_removed(state: Path, tmp_path: Path) -> None:
     """By the next one on its folder; nothing else is, whatever the folder says."""
     folder = tmp_path / "repository"
@@ -1380,6 +1408,16 @@ def test_what_a_killed_server_left_of_its_shared_memory_is_removed(state: Path, 
     finally:
         for path in (own, other):
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("step", ["deploy.server.os.pwrite", "deploy.launcher.write_key"])
+def test_a_full_disk_is_said(step: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(step, fail)
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / 'new'}"]) == 2
+    assert f"repository {tmp_path / 'new'} cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_owned(tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:

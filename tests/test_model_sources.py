@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,8 @@ from backend.errors import ConfigError, ModelError
 from backend.model_sources import Source, find_model
 from deploy import launcher
 from deploy.cli import main
+from tests.conftest import ROOT
+from tests.servers import wait_until
 
 COMMIT = "a" * 40
 
@@ -185,3 +191,30 @@ def test_a_conversion_that_fails_ends_the_launch(
     assert main(["serve", str(path), "--dry-run"]) == 2
     said = capfd.readouterr().err
     assert f"foretoken convert: {path} cannot be read as a GGUF file" in said and f"foretoken serve: {path} could not be converted" in said
+
+
+def test_a_conversion_ends_with_the_launch(tmp_path: Path) -> None:
+    """Even where that is killed: the next launch would write to the same folder beside it."""
+    (convert := tmp_path / "python").write_text('#!/bin/sh\nexec > "$0.begun"; echo x; exec sleep 60\n')
+    convert.chmod(0o755)
+    program = (
+        "import pathlib, sys; from deploy.launcher import convert_apart; sys.executable = sys.argv[1]; convert_apart(pathlib.Path(), pathlib.Path())"
+    )
+    launch = subprocess.Popen([sys.executable, "-c", program, str(convert)], cwd=ROOT, start_new_session=True)
+    try:
+        assert wait_until(lambda: (tmp_path / "python.begun").exists())
+        launch.kill()
+        assert wait_until(lambda: not [p for p in Path("/proc").glob("[0-9]*") if is_of_session(p, launch.pid)])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launch.pid, signal.SIGKILL)
+        launch.wait()
+
+
+def is_of_session(process: Path, session: int) -> bool:
+    """Of /proc's: one that runs."""
+    try:
+        state, _, _, own = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return False
+    return int(own) == session and state != "Z"

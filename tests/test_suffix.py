@@ -537,6 +537,7 @@ def test_saved_answers_come_back(make: Make, tmp_path: Path, caplog: pytest.LogC
     counts = (first.num_cached_requests, first.num_cached_tokens)
     first.close()
     assert {p.name for p in path.parent.iterdir()} == {"cache", "cache.lock"}
+    assert path.stat().st_mode & 0o077 == 0, "clients' texts are for the server's user"
 
     caplog.clear()
     second = make(cache_path=str(path), fingerprint="model")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,8 +230,8 @@ def test_a_drafter_with_tokens_of_its_own(make: Callable[[Path], Made], names: s
         serve(made[0], **options(made, tmp_path / "map.json"))
 
 
-def test_a_map_is_made_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tokens that they have most, and the end of answers; it is not written over."""
+def test_a_map_is_made_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokens that they have most, and the end of answers; it is not written over, and a part of it is not left."""
     text = "def read(path):\n    return path\n" * 20
     (tmp_path / "code.py").write_text(text)
     command = ["token-map", str(BUNDLED_MODEL), "--data", str(tmp_path / "code.py"), "--size", "8", "--out", str(tmp_path / "map.json")]
@@ -242,5 +244,15 @@ def test_a_map_is_made_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[st
     others[ids] = False
     assert min(int(counts[token_id]) for token_id in ids if token_id != end) >= int(counts[others].max())
     assert main(command) == 2 and "map.json exists already" in capsys.readouterr().err
+    own = [*command[:-1], str(tmp_path / "full.json")]
+
+    def begin_and_fail(path: Path, _: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", begin_and_fail)
+        assert main(own) == 2 and f"--out {tmp_path / 'full.json'}: No space left on device" in capsys.readouterr().err
+    assert main(own) == 0
     assert main([*command[:-4], "--size", "4097", "--out", str(tmp_path / "other.json")]) == 2
     assert "--size must be from 1 to 4096" in capsys.readouterr().err

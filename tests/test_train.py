@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import multiprocessing
 
 from backend.drafter_checks import check_drafter_folder
+from backend.models.shards import held
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
 from training import trainer
@@ -139,6 +141,8 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
     for own, other in ((offline.hidden, online.hidden), *((offline.entering[n], online.entering[n]) for n in (1, 2))):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-5)
     capsys.readouterr()
+    with held(cache / "states.json"):
+        refused(flags(folder, text, tmp_path / "c", states=cache), capsys, f"{cache / 'states.json'} is in use by another process")
     refused(flags(folder, text, tmp_path / "c", states=cache, context=16), capsys, f"--states {cache} holds states of another context")
     (cache / "states.json").write_text("{")
     refused(flags(folder, text, tmp_path / "c", states=cache), capsys, f"{cache / 'states.json'} cannot be read")
@@ -159,6 +163,19 @@ def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypat
     refused(flags(folder, text, tmp_path / "c", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
     (tmp_path / "c" / "log.jsonl").unlink()
     refused(flags(folder, text, tmp_path / "c", "--resume", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
+
+
+def test_a_process_that_fails_is_said(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Context:
+        processes = ()
+
+        def join(self) -> bool:
+            raise multiprocessing.ProcessRaisedException("-- Process 1 --\nTraceback\nConfigError: in use", 1, 2)
+
+    monkeypatch.setattr(multiprocessing, "start_processes", lambda *_, **__: Context())
+    refused(flags(folder, text, tmp_path / "out", processes=2), capsys, "a process of 2 ended: ConfigError: in use")
 
 
 def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None:
@@ -289,8 +306,12 @@ def test_data_that_is_not_there_or_too_little(folder: Path, text: Path, tmp_path
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    for name in ("empty", "missing.txt", "empty.jsonl"):
+    for name in ("empty", "empty.jsonl"):
         refused(flags(folder, tmp_path / name, tmp_path / "out"), capsys, f"--data {tmp_path / name}: no *.py")
+    missing = tmp_path / "missing.txt"
+    refused([*flags(folder, text, tmp_path / "out"), "--data", str(text), str(missing)], capsys, f"--data {missing} does not exist")
+    with held(tmp_path / "out"):
+        refused(flags(folder, text, tmp_path / "out"), capsys, f"{tmp_path / 'out'} is in use by another process")
     (tmp_path / "a.txt").write_text("x")
     refused(flags(folder, tmp_path / "a.txt", tmp_path / "out"), capsys, "--data holds 2 tokens; one sequence takes 32 (--context)")
     refused(flags(folder, text, tmp_path / "out", heldout=tmp_path / "a.txt", report_prompts=1), capsys, "--heldout holds 2 tokens")

@@ -17,6 +17,7 @@ from backend.errors import ModelError
 from backend.model_checks import check_drafter, check_model
 from backend.models import shards
 from backend.models.mtp import Mtp
+from backend.models.shards import held
 from backend.models.writing import _describe, _shorten
 from backend.quantization_config import QuantizationConfig, read_quantization
 from deploy.cli import main
@@ -99,6 +100,16 @@ def test_a_drafter(tmp_path: Path) -> None:
         assert torch.equal(own.decoder.attention.qkv.after_norm(x, norm, 1e-5), other.decoder.attention.qkv.after_norm(x, norm, 1e-5))
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert {"model.layers.0.mlp.up_proj.weight_packed", "model.layers.0.enorm.weight"} <= set(file.keys())
+
+
+def test_who_else_may_read_it_and_write_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """safetensors' own files are for their user alone; a server has another one in a container. Of two at once each would have written a part."""
+    words = ["quantize", str(BUNDLED_DRAFTER), str(tmp_path / "out"), "--quantization", "wint8"]
+    (tmp_path / "out").mkdir()
+    with held(tmp_path / "out"):
+        assert main(words) == 2 and f"{tmp_path / 'out'} is in use by another process" in capsys.readouterr().err
+    assert main(words) == 0
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
 
 
 def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import torch
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.model_checks import check_model
 from backend.models.dflash_spec import MARKOV_KINDS
+from backend.models.shards import held
 from training.data import PROMPT_SHARE, Reader, choose_draft_ids, choose_mask_token, cut_prompts, write_answers
 from training.drafters import KINDS
 from training.objective import LOSSES
@@ -278,6 +279,11 @@ def _distil(args: argparse.Namespace, documents: list[np.ndarray]) -> list[np.nd
 def run_command(args: argparse.Namespace) -> dict[str, Any] | None:
     """Trains and reports; None: SIGINT ended it, and all is saved. Raises ValueError, ModelError, ConfigError."""
     check(args)
+    with held(args.out):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any] | None:
     run, ids, prompts = prepare(args)
     started = time.time()
     if not train(run, ids):

@@ -39,6 +39,8 @@ class Reader:
         A text opens with the end-of-text id. as_prompts: a conversation ends where an answer is to come. Raises ValueError naming the option
         and the file that cannot be used.
         """
+        if missing := [path for path in paths if not path.exists()]:
+            raise ValueError(f"{option} {missing[0]} does not exist")
         files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path]) if f.is_file()]
         files = [f for f in files if f.suffix in SUFFIXES or f in paths]
         found: list[np.ndarray] = []

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
 from backend.errors import ModelError
 from backend.model_files import read_config
 from backend.models.loader import Checkpoint
 from backend.models.rope import rope_frequencies
+from backend.models.shards import save_weights
 from training.tokenizer import END_OF_TEXT, load_tokenizer
 
 CONFIG = {
@@ -117,7 +117,7 @@ class Llama(nn.Module):
                 named[f"model.layers.{i}.{name}.weight"] = weight
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in named.items()}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_weights(tensors, directory / "model.safetensors")
         end = load_tokenizer().token_to_id(END_OF_TEXT)
         config = {**self.config, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end + 1}
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -18,11 +18,14 @@ import torch
 from tqdm import tqdm
 
 from backend.model_files import fingerprint, read_json
+from backend.models.shards import held
 from training.target import States, Target
 
 CACHED_DTYPE = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
 """NumPy has no bfloat16: its bits are kept."""
 FINAL = "final"
+STATES_FILE = "states.json"
+"""What the states are of."""
 
 
 class OnlineStates:
@@ -43,7 +46,8 @@ class OfflineStates:
     """Windows one after the other, with their states in files of a folder: the final states, and those of each layer that some kind takes."""
 
     def __init__(self, target: Target, ids: np.ndarray, context: int, layers: Sequence[int], folder: Path, *, is_writer: bool = True) -> None:
-        """Computes what is not there yet. is_writer: this process does. Raises ValueError for a folder of other states, or without room."""
+        """Computes what is not there yet. is_writer: this process does. Raises ValueError for a folder of other states, without room, or that
+        another process writes to."""
         self._target, self._layers, self._context = target, tuple(layers), context
         self.num_starts = len(ids) // context
         self._ids = torch.from_numpy(ids[: self.num_starts * context].astype(np.int64)).view(-1, context)
@@ -51,8 +55,9 @@ class OfflineStates:
         names = [FINAL, *map(str, self._layers)]
         if is_writer:
             self._check(ids)
-            if missing := [name for name in names if not self._is_whole(name)]:
-                self._compute(missing)
+            with held(folder / STATES_FILE):
+                if missing := [name for name in names if not self._is_whole(name)]:
+                    self._compute(missing)
         self._files = {name: torch.from_numpy(np.memmap(self._path(name), self._numpy, "c", shape=self._shape)) for name in names}
 
     @property
@@ -74,7 +79,7 @@ class OfflineStates:
         """That the folder is of the same model, data, context and dtype."""
         data = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
         own = {"model": fingerprint(self._target.directory), "data": data, "context": self._context, "dtype": str(self._target.dtype)}
-        path = self._folder / "states.json"
+        path = self._folder / STATES_FILE
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if path.is_file():

@@ -126,7 +126,7 @@ def train(run: Run, ids: torch.Tensor) -> bool:
         with _handling(forward):
             while not context.join():
                 pass
-    except multiprocessing.ProcessException as error:
+    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
         text = str(error).strip()
         raise ValueError(f"a process of {run.processes} ended: {text.splitlines()[-1]:.300}") from error
     finally:

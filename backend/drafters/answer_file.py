@@ -134,7 +134,7 @@ def _write(path: str, fingerprint: str, answers: Sequence[array[int]]) -> None:
     """Raises OSError."""
     temporary = f"{path}.tmp"  # the lock is this server's; what one left that was killed is written over
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:  # clients' texts are in it
             np.savez(
                 file,
                 version=np.array(FILE_VERSION),

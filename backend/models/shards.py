@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,14 +29,44 @@ def new_folder(out: Path) -> Iterator[None]:
     check_new(out)
     is_made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
+    with held(out):
+        check_new(out)  # of two at once the other one may have ended meanwhile
+        try:
+            yield
+        except BaseException:
+            for path in out.iterdir():
+                path.unlink(missing_ok=True)
+            if is_made:
+                out.rmdir()
+            raise
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keeps others from writing to a folder (or file): of two at once it would have one's weights with the other's config.json.
+
+    Raises ConfigError where another process does, which the kernel knows: one that was killed holds nothing.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{path} is in use by another process") from None
+    except OSError:  # a file system without locks of folders
+        pass
     try:
         yield
-    except BaseException:
-        for path in out.iterdir():
-            path.unlink(missing_ok=True)
-        if is_made:
-            out.rmdir()
-        raise
+    finally:
+        os.close(descriptor)
+
+
+def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a safetensors file, which may be read by whoever may read other new files. Raises SafetensorError, OSError."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0o077)  # there is no other way to ask for it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # newer safetensors write to a temporary file, and those are for their user alone
 
 
 def check_new(out: Path) -> None:
@@ -71,7 +103,7 @@ class ShardWriter:
         self._shards.append(list(self._shard))
         path = self._out / f"shard-{len(self._shards)}.safetensors"
         try:
-            save_file(self._shard, path, metadata={"format": "pt"})
+            save_weights(self._shard, path)
         except SafetensorError as error:
             raise ConfigError(f"{path} cannot be written: {error}") from None
         self._shard.clear()

@@ -46,7 +46,9 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
         raise ConfigError(f"quantization {quantization.names} rounds no weight of {directory}")
     with new_folder(out):
         for path in sorted(directory.iterdir()):
-            if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_FILE and path.stat().st_size <= MAX_FILE_BYTES:
+            # config.json comes last: what is ended before is no model.
+            is_other = path.suffix != ".safetensors" and path.name not in (INDEX_FILE, "config.json")
+            if is_other and path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
                 shutil.copyfile(path, out / path.name)
         plain = _write_weights(find_weights(directory), out, schemes)
         text = json.dumps(json.loads((directory / "config.json").read_text("utf-8")) | {"quantization_config": _describe(schemes, plain)}, indent=2)

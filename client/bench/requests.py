@@ -137,7 +137,8 @@ class OpenAIBackend:
         if "error" in event:
             raise GenerateError(str(event["error"].get("message", event["error"])))
         choice = (event.get("choices") or [{}])[0]
-        text = choice.get("text") or choice.get("delta", {}).get("content")
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or any(delta.get(part) for part in ("content", "reasoning_content", "reasoning"))
         return Sent(bool(text), None, event.get("usage"), choice.get("finish_reason"))
 
     async def close(self) -> None:
@@ -152,7 +153,9 @@ async def send(backend: Backend, prompt: Prompt, seed: int, must_be_full: bool) 
     usage, reason = None, None
     try:
         async for sent in backend.stream(prompt, seed):
-            if sent.has_tokens:
+            # Where texts alone are told, an answer of nothing but the end of text has none.
+            is_end = sent.num_tokens is None and sent.finish_reason == "stop" and not outcome.arrivals
+            if sent.has_tokens or is_end:
                 outcome.arrivals.append(time.perf_counter())
             counted = None if sent.num_tokens is None or counted is None else counted + sent.num_tokens
             usage, reason = sent.usage or usage, sent.finish_reason or reason

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from backend.models.shards import save_weights
 from training.target import States, Target
 
 
@@ -97,4 +97,4 @@ class Drafter(nn.Module):
         for name, weight in self.named().items():
             own = weight.detach().cpu()
             tensors[name] = (own.to(dtype) if own.is_floating_point() else own).contiguous().clone()
-        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        save_weights(tensors, out / "model.safetensors")
