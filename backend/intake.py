@@ -53,7 +53,7 @@ class Intake:
         # The tokenizer's own, too, as vLLM: chats are written with it, and config.json of models that were trained on may still name another.
         self._eos_token_ids = eos_token_ids | {end for end in (tokenizer.end_id,) if end is not None and end < vocab_size}
         self._grammars = Grammars(tokenizer, vocab_size, self._eos_token_ids)
-        self._added_ids = {text: i for text, i in tokenizer.added_ids.items() if i < vocab_size}
+        self._mark_ids = {text: i for text, i in tokenizer.mark_ids.items() if i < vocab_size}
         self._warn_of_unknown_tokens()
 
     def load(self) -> None:
@@ -200,7 +200,7 @@ class Intake:
         template = self._tokenizer.tool_template
         if tools.choice == "required" and takes_one_call(template):
             tools = dataclasses.replace(tools, is_parallel=False)
-        return tools.form(find_format(template), self._added_ids, params.structured_outputs)
+        return tools.form(find_format(template), self._mark_ids, params.structured_outputs)
 
     def _fit_chat(self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None, most: int) -> tuple[list[int], str]:
         """As `_read_prompt`, of a chat whose oldest messages may be dropped. Raises RequestError where the context does not hold what is left."""

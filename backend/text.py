@@ -111,9 +111,10 @@ class Tokenizer:
         return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
 
     @functools.cached_property
-    def added_ids(self) -> dict[str, int]:
-        """Of all tokens that are looked for in a text before it is cut into others, special or not, by their text."""
-        return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items()}
+    def mark_ids(self) -> dict[str, int]:
+        """Of special tokens, and of added ones whose text is in `<>`, by their text: those that grammars (llguidance) take for no text."""
+        added = self.inner.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in added if token.special or (token.content.startswith("<") and token.content.endswith(">"))}
 
     @property
     def end_id(self) -> int | None:

@@ -121,8 +121,8 @@ class Tools:
             raise RequestError(f"tool_choice must be one of {', '.join(CHOICES)}, name a function, or be of type allowed_tools, got {choice!r:.80}")
         return cls(tuple(tools), str(choice or "auto"), is_parallel)
 
-    def form(self, format: ToolFormat, added: Mapping[str, int], answer: StructuredOutputs | None = None) -> StructuredOutputs | None:
-        """What the answer has to be; None: any text. added: ids of the added tokens, by their text; answer: what it is where it calls nothing.
+    def form(self, format: ToolFormat, marks: Mapping[str, int], answer: StructuredOutputs | None = None) -> StructuredOutputs | None:
+        """What the answer has to be; None: any text. marks: `Tokenizer.mark_ids`; answer: what it is where it calls nothing.
 
         Raises RequestError for an answer that no rule beside calls can be made of.
         """
@@ -132,7 +132,7 @@ class Tools:
         is_free = self.choice == "auto" and self.is_parallel and not self.allowed and not any(f.get("strict") for f in functions)
         if is_free and answer is None:
             return None
-        write = _Writer(added)
+        write = _Writer(marks)
         separated = f"({write(format.separator)} call)*" if format.separator else "call*"
         tail = f"{separated if self.is_parallel else ''} {write(format.end)}"
         rules = [_write_calls("call", format, format.before, functions, write)]
@@ -164,10 +164,10 @@ class Tools:
 
 
 class _Writer:
-    """Texts in Lark's notation, tokens of calls by their ids: grammars take those that are special, or have their text in `<>`, for no text."""
+    """Texts in Lark's notation, marks by their ids."""
 
-    def __init__(self, added: Mapping[str, int]) -> None:
-        self._marks = {text: token_id for text, token_id in added.items() if text in CALL_TOKENS}
+    def __init__(self, marks: Mapping[str, int]) -> None:
+        self._marks = {text: token_id for text, token_id in marks.items() if text in CALL_TOKENS}
         self._pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))) + ")")
 
     def __call__(self, text: str) -> str:

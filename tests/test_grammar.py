@@ -308,8 +308,12 @@ def test_texts_that_a_token_of_another_meaning_writes(is_special):
     """Where they are forced they come in pieces, be they drafts or chosen one by one: grammars take such a token only where they name it."""
     tokenizer = Tokenizer(BUNDLED_MODEL)
     tokenizer.inner.add_tokens([tokenizers.AddedToken("<think>", special=is_special)])
+    tokenizer.inner.add_tokens(["[A]", "<b", "< c>"])
     mark, size = tokenizer.inner.token_to_id("<think>"), tokenizer.inner.get_vocab_size()
     grammars = Grammars(tokenizer, size, [0])
+    vocabulary = grammars.compile(StructuredOutputs(regex="x")).vocabulary
+    added = set(tokenizer.inner.get_added_tokens_decoder()) - vocabulary.end_ids
+    assert vocabulary.marks == {t for t in added if vocabulary.tokenizer.is_special_token(t)}
     for asked, text in (
         ({"regex": "<think>0[0-9]"}, "<think>00"),
         ({"json": {"const": "a<think>"}}, '"a<think>"'),
@@ -327,6 +331,18 @@ def test_texts_that_a_token_of_another_meaning_writes(is_special):
                 said += [*drafts, int(last[0])]  # the end of the text, or of two texts the first
                 matcher.advance(said[-len(drafts) - 1 :])
             assert tokenizer.decode([t for t in said if t], skip_special_tokens=False) == text and (mark in said) == ("grammar" in asked)
+
+
+def test_looking_ahead_leaves_a_matcher_where_it_is(grammars, llm_plain):
+    """Also over ordinary tokens that a grammar names by their ids."""
+    drafts = llm_plain.engine.tokenizer.encode("x12", add_special_tokens=False)
+    matcher = grammars.compile(StructuredOutputs(grammar=f"start: <[{drafts[0]}]> /[0-9]+/"))
+    for _ in range(2):
+        masks, _ = fill_masks([(matcher, drafts)])
+        assert matcher.look_ahead(drafts, 99)[0] == len(drafts) and matcher.look_ahead([], 1)[1] == drafts[:1]
+    for place, draft in enumerate(drafts):
+        assert np.array_equal(masks[place], fill_masks([(matcher, ())])[0][0])
+        matcher.advance([draft])
 
 
 def test_masks_forbid_in_their_rows_alone():

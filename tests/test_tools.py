@@ -152,7 +152,7 @@ def test_marks_of_calls_that_are_tokens(is_special):
     grammars, offered = Grammars(tokenizer, tokenizer.inner.get_vocab_size(), [0]), [function("put.it", strict=True), function("get_weather")]
     whole, other = (tokenizer.encode(write(format, [name], '{"city": "x", "days": 3}'), add_special_tokens=False) for name in ("put.it", "none"))
     for choice in ("required", "auto"):
-        form = Tools.from_values(offered, choice).form(format, tokenizer.added_ids)
+        form = Tools.from_values(offered, choice).form(format, tokenizer.mark_ids)
         assert form is not None
         matcher = grammars.compile(form)
         assert matcher.inner.validate_tokens(whole) == len(whole) and matcher.inner.validate_tokens(other) < len(other)

@@ -53,7 +53,8 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[i
             if matcher.state == MAY_THINK and first != 0:
                 single.append((matcher.inner, begin))
             if first is not None and len(known) > first:
-                several.append((matcher.inner, begin + first, list(known[first:])))
+                # Of a copy: the drafts are taken back, of which tokens that the grammar names by their ids are too long.
+                several.append((matcher.inner.deep_copy(), begin + first, list(known[first:])))
             elif first is not None:
                 single.append((matcher.inner, begin + first))
         begin += room

@@ -28,7 +28,7 @@ class Vocabulary:
         self.num_own_words = -(-tokenizer.vocab_size // 32)
         """Of a mask as it is computed: the tokenizer may know tokens that the model does not."""
         self.thoughts = Thoughts(own, self.num_own_words, vocab_size, self.end_ids)
-        self.marks = frozenset(filter(tokenizer.is_special_token, own.added_ids.values())) - self.end_ids
+        self.marks = frozenset(own.mark_ids.values()) - self.end_ids
         """Tokens that grammars take where they name them alone, not for the text that they write: special ones, and those whose text is in `<>`."""
         others = np.full(32 * self.num_own_words, True)
         others[list(self.marks)] = False
@@ -153,11 +153,10 @@ class Matcher:
             return end + 1, []
         if count >= limit or not wants_forced:
             return count, []
-        if count and not inner.consume_tokens(known[:count]):
+        place = inner.deep_copy() if count else inner  # to be taken back, tokens that a grammar names by their ids are too long
+        if count and not place.consume_tokens(known[:count]):
             return 0, []
-        forced = inner.compute_ff_tokens()
-        if count:
-            inner.rollback(count)
+        forced = place.compute_ff_tokens()
         if not self.vocabulary.marks.isdisjoint(forced):
             forced = forced[: inner.validate_tokens([*known[:count], *forced]) - count]
         usable = next((i for i, t in enumerate(forced) if t in end_ids or t >= self.vocabulary.vocab_size), len(forced))
