@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Callable
 
 from backend.version import VERSION
 from deploy.other_options import ServeParser
@@ -154,28 +155,34 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can show
-    if argv[:1] == ["train"]:
-        from training import command
-
-        return command.main(argv[1:])
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # an exception amid imports becomes errors of theirs
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        args = make_parser().parse_args(argv)
+        run = find_command(argv)
     finally:
         signal.signal(signal.SIGINT, handler)
-    args.argv = argv[1:]
     try:
-        status = args.run(args)
+        status = run()
         print(end="", flush=True)
         return status
     except KeyboardInterrupt:
         return 130
     except OSError:
-        if (ended := end_output(args.command)) is None:
+        if (ended := end_output(argv[0])) is None:
             raise
         return ended
+
+
+def find_command(argv: list[str]) -> Callable[[], int]:
+    """What these words run, which returns the exit status. Raises SystemExit for wrong ones."""
+    if argv[:1] == ["train"]:
+        from training import command
+
+        return lambda: command.main(argv[1:])
+    args = make_parser().parse_args(argv)
+    args.argv = argv[1:]
+    return lambda: args.run(args)
 
 
 def end_output(command: str) -> int | None:

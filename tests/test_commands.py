@@ -3,11 +3,13 @@ exist for theirs: each starts, or its message says what differs."""
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -537,6 +539,21 @@ def test_output_that_nobody_takes(command: list[str], monkeypatch: pytest.Monkey
                 patch.setattr(sys, "stdout", stdout)
                 assert main(command) == status
             assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_ctrl_c_while_a_command_is_imported_ends_it(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a traceback: torch takes seconds."""
+    seen, own = set(), builtins.__import__
+
+    def watched(name: str, *others: Any) -> Any:
+        seen.update({signal.getsignal(signal.SIGINT)} if name in ("training", "deploy") else ())
+        return own(name, *others)
+
+    monkeypatch.setattr(builtins, "__import__", watched)
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert seen == {signal.SIG_DFL} and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])
