@@ -340,7 +340,7 @@ BAD_REQUESTS = [
     ({"text_input": "x", "speculative": '{"methud": "ngram"}'}, 'unknown key \'methud\'; did you mean "method"?'),
     ({"text_input": "x", "speculative": '{"num_speculative_tokens": 100}'}, "from 0 (off) to 16, got 100"),
     ({"text_input": "x", "structured_outputs": '{"regex": "["}'}, "structured_outputs.regex: at 1"),
-    ({"text_input": "x", "structured_outputs": "{}"}, "give one of json, json_object, regex, choice, grammar; got none"),
+    ({"text_input": "x", "structured_outputs": "{}"}, "give one of json, json_object, regex, choice, grammar, allowed_token_ids; got none"),
     ({"text_input": "x", "tools": "[]"}, "tools are for messages"),
     ({"messages": '[{"role": "user", "content": "x"}]', "tools": "[]"}, "tools must be a list of functions"),
     ({"messages": '[{"role": "user", "content": "x"}]', "tool_choice": "auto"}, "tool_choice has no effect without tools"),
