@@ -76,7 +76,9 @@ class Grammars:
         try:
             grammar = self._write_tokens(asked.allowed_token_ids) if asked.allowed_token_ids else _write_grammar(asked)
             prover.prove(grammar)
-            return Matcher(build(vocabulary.tokenizer, grammar, vocabulary.end_ids), vocabulary, asked)
+            inner = build(vocabulary.tokenizer, grammar, vocabulary.end_ids)
+            forbidden = vocabulary.end_ids.difference(asked.allowed_token_ids) if asked.allowed_token_ids else frozenset()
+            return Matcher(inner, vocabulary, asked, forbidden)
         except Lost as error:
             return f"{name}: it is nested too deeply, too large, or has a number that is, for its compiler ({error})"
         except RequestError:

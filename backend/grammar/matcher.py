@@ -39,26 +39,25 @@ class Vocabulary:
 class Matcher:
     """Follows the tokens that a request emits, and looks ahead over drafts."""
 
-    def __init__(self, inner: LLMatcher, vocabulary: Vocabulary, asked: StructuredOutputs, ignores_end: bool = False, state: int = FORM) -> None:
-        """asked: what the grammar was compiled from; ignores_end: the text goes on while the grammar lets it; state: of `thinking`. Before the
-        form `inner` is at its beginning."""
-        self.inner, self.vocabulary, self.asked, self.ignores_end, self.state = inner, vocabulary, asked, ignores_end, state
+    def __init__(
+        self, inner: LLMatcher, vocabulary: Vocabulary, asked: StructuredOutputs, forbidden_ends: frozenset[int] = frozenset(), state: int = FORM
+    ) -> None:
+        """asked: what the grammar was compiled from; forbidden_ends: ends of text that are not chosen where anything else may be; state: of
+        `thinking`. Before the form `inner` is at its beginning."""
+        self.inner, self.vocabulary, self.asked, self.forbidden_ends, self.state = inner, vocabulary, asked, forbidden_ends, state
         self.is_complete = False
         """Nothing may follow."""
-        self.forbidden_ends = vocabulary.end_ids if ignores_end else frozenset()
-        """Ends of text that are not chosen where anything else may be."""
-        if asked.allowed_token_ids:
-            self.forbidden_ends |= vocabulary.end_ids.difference(asked.allowed_token_ids)
 
     def copy(self, ignores_end: bool = False, state: int | None = None) -> Matcher:
-        """One at the same place, or in another state before the form."""
+        """One at the same place, or in another state before the form. ignores_end: the text goes on while the grammar lets it."""
         if state is None or (state == MAY_THINK and self.vocabulary.thoughts.begin_id is None):
             state = self.state
-        return Matcher(self.inner.deep_copy(), self.vocabulary, self.asked, ignores_end, state)
+        forbidden = self.vocabulary.end_ids if ignores_end else self.forbidden_ends
+        return Matcher(self.inner.deep_copy(), self.vocabulary, self.asked, forbidden, state)
 
     def after(self, token_ids: Sequence[int]) -> Matcher | None:
         """One that has taken these in too; None: the text has ended with them, or the grammar does not allow them."""
-        own = self.copy(self.ignores_end)
+        own = self.copy()
         try:
             own.advance(token_ids)
         except RequestError:

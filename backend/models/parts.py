@@ -102,10 +102,7 @@ class Attention:
     def _project(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if self.input_norm is not None:
             return self.qkv.after_norm(x, self.input_norm, self.eps, out)
-        if out is None:
-            return self.qkv(x)
-        self.qkv.write_to(out, x)
-        return out
+        return put(self.qkv(x), out)
 
     def keep(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> None:
         """Keys and values of x [T, in], which is normed already, go to their slots: what others are to see, and asks nothing itself."""

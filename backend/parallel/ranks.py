@@ -37,10 +37,6 @@ def await_rows(rows: Iterable[slice]) -> None:
         pass
 
 
-def _itself(part: torch.Tensor) -> torch.Tensor:
-    return part
-
-
 class Projection(Protocol):
     """What `backend.quantization.Linear` has of a product."""
 
@@ -112,10 +108,9 @@ class Ranks:
     def add_product(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> Iterable[slice]:
         """Adds the sum of the ranks' projection(y) [T, N] to x [T, N], in place. Gives rows of x, as soon as they can be read; until all are given, x
         must not be used otherwise."""
-        if self.scattered is not None and scattered.can_scatter(x, self.size):
-            if projection.takes_pieces(y):
-                return scattered.add_product(x, y, projection, self.scattered)
-            return scattered.add_product(x, projection(y), _itself, self.scattered)
+        # Of a product that is made at once nothing would be computed meanwhile, and NCCL is faster alone.
+        if self.scattered is not None and projection.takes_pieces(y) and scattered.can_scatter(x, self.size):
+            return scattered.add_product(x, y, projection, self.scattered)
         if self.size > 1 and (self.peers is None or not can_all_reduce(x, self.size)):  # one rank's part has x in it, and nothing is added behind
             (projection.add_to if self.rank == 0 else projection.write_to)(x, y)
             self.all_reduce(x)
