@@ -16,57 +16,77 @@ using Held = Element;
 __device__ __forceinline__ Held keep(Element number, float) { return number; }
 #endif
 
-struct Rotation {
-    float low, high;
+// What two numbers of a head are turned by.
+struct Turn {
+    float cos[2], sin[2];
+    __device__ __forceinline__ Turn(const Element* own_cos, const Element* own_sin, int i, int half)
+        : cos{to_float(own_cos[i]), to_float(own_cos[i + half])}, sin{to_float(own_sin[i]), to_float(own_sin[i + half])} {}
+    __device__ __forceinline__ Element low(Element low, Element high) const { return from_float<Element>(fmaf(to_float(high), sin[0], to_float(low) * cos[0])); }
+    __device__ __forceinline__ Element high(Element low, Element high) const { return from_float<Element>(fmaf(to_float(low), sin[1], to_float(high) * cos[1])); }
 };
 
-__device__ __forceinline__ Rotation rotate(const Element* source, const Element* cos, const Element* sin, int i, int half) {
-    const float low = to_float(source[i]), high = to_float(source[i + half]);
-    return {fmaf(high, to_float(sin[i]), low * to_float(cos[i])), fmaf(low, to_float(sin[i + half]), high * to_float(cos[i + half]))};
-}
+constexpr int HELD = 4;  // numbers of a latent, a thread's, that are asked for together
 
 // A block of column 0 normalises a token's latent, turns its key and writes both to their slot, unless that is negative; the others turn the last
 // numbers of the queries' heads in place, THREADS pairs each. cos and sin [T, dim]; pages: entries of rank + dim numbers. Factors: of
-// codes, what keys and latents are multiplied with.
+// codes, what keys and latents are multiplied with. But for queries and latents all is older than the kernel ahead, and asked for before that has ended.
 extern "C" __global__ void __launch_bounds__(THREADS)
     append_latent(Held* pages, Element* query, const Element* latents, const Element* norm_weight, const Element* cos, const Element* sin, const int* slots,
                   const float* key_factor, const float* latent_factor, LatentSizes sizes) {
     __shared__ float sums[WARPS];
     launch_dependents();
-    wait_for_earlier();
-    const int token = blockIdx.x, half = sizes.dim / 2;
+    const int token = blockIdx.x, half = sizes.dim / 2, thread = threadIdx.x;
     cos += static_cast<size_t>(token) * sizes.dim, sin += static_cast<size_t>(token) * sizes.dim;
     if (blockIdx.y > 0) {
-        const int pair = (blockIdx.y - 1) * THREADS + threadIdx.x;
-        if (pair >= sizes.num_heads * half) return;
+        const int pair = (blockIdx.y - 1) * THREADS + thread, i = pair % half;
+        const Turn turn(cos, sin, i, half);
         Element* head = query + static_cast<size_t>(token) * sizes.query_stride + (pair / half) * sizes.head_size + sizes.head_size - sizes.dim;
-        const int i = pair % half;
-        const Rotation turned = rotate(head, cos, sin, i, half);
-        head[i] = from_float<Element>(turned.low), head[i + half] = from_float<Element>(turned.high);
+        wait_for_earlier();
+        if (pair >= sizes.num_heads * half) return;
+        const Element low = head[i], high = head[i + half];
+        head[i] = turn.low(low, high), head[i + half] = turn.high(low, high);
         return;
     }
     const int64_t slot = slots[static_cast<int64_t>(token) * sizes.slot_words];  // below 2^31 whatever its type: of an int64 the low word is read
-    if (slot < 0) return;
     const Element* source = latents + static_cast<size_t>(token) * sizes.latent_stride;
     Held* target = pages + slot * (sizes.rank + sizes.dim);
     const float of_key = key_factor ? *key_factor : 1, of_latent = latent_factor ? *latent_factor : 1;
+    const int own = min(thread, half - 1);
+    const Turn turn(cos, sin, own, half);
+    Element factors[HELD], values[HELD];
+#pragma unroll
+    for (int j = 0; j < HELD; ++j) factors[j] = norm_weight[min(thread + j * THREADS, sizes.rank - 1)];
+    wait_for_earlier();
+    if (slot < 0) return;
+    const Element low = source[sizes.rank + own], high = source[sizes.rank + own + half];
+#pragma unroll
+    for (int j = 0; j < HELD; ++j) values[j] = source[min(thread + j * THREADS, sizes.rank - 1)];
     float sum = 0;
-    for (int i = threadIdx.x; i < sizes.rank; i += THREADS) {
-        const float value = to_float(source[i]);
-        sum = fmaf(value, value, sum);
-    }
+    auto add = [&](Element number) { sum = fmaf(to_float(number), to_float(number), sum); };
+#pragma unroll
+    for (int j = 0; j < HELD; ++j)
+        if (thread + j * THREADS < sizes.rank) add(values[j]);
+#pragma unroll 1
+    for (int i = thread + HELD * THREADS; i < sizes.rank; i += THREADS) add(source[i]);
     sum = sum_warp(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    if (thread % 32 == 0) sums[thread / 32] = sum;
     __syncthreads();
     sum = 0;
+#pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += sums[w];
     const float inverse = inverse_rms(sum, sizes.rank, sizes.eps);
-    for (int i = threadIdx.x; i < sizes.rank; i += THREADS) target[i] = keep(scale(source[i], inverse, norm_weight[i]), of_latent);
-    for (int i = threadIdx.x; i < half; i += THREADS) {
-        const Rotation turned = rotate(source + sizes.rank, cos, sin, i, half);
-        target[sizes.rank + i] = keep(from_float<Element>(turned.low), of_key);
-        target[sizes.rank + i + half] = keep(from_float<Element>(turned.high), of_key);
-    }
+#pragma unroll
+    for (int j = 0; j < HELD; ++j)
+        if (const int i = thread + j * THREADS; i < sizes.rank) target[i] = keep(scale(values[j], inverse, factors[j]), of_latent);
+#pragma unroll 1
+    for (int i = thread + HELD * THREADS; i < sizes.rank; i += THREADS) target[i] = keep(scale(source[i], inverse, norm_weight[i]), of_latent);
+    auto keep_key = [&](int i, const Turn& by, Element low, Element high) {
+        target[sizes.rank + i] = keep(by.low(low, high), of_key);
+        target[sizes.rank + i + half] = keep(by.high(low, high), of_key);
+    };
+    if (thread < half) keep_key(thread, turn, low, high);
+#pragma unroll 1
+    for (int i = thread + THREADS; i < half; i += THREADS) keep_key(i, Turn(cos, sin, i, half), source[sizes.rank + i], source[sizes.rank + i + half]);
 }
 
 // out [T, H, N]: of each head x [T, H, K] times weight [H, N, K] transposed. Weights stay in registers while tokens go by, and begin to come

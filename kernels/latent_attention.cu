@@ -219,13 +219,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(THREADS) merge_latents(Number* out, float* partial_sums, float2* partial_stats, const int4* token_places,
                                                                     const int2* segment_pieces, int first_token) {
     launch_dependents();
-    wait_for_earlier();
     constexpr int PER_HEAD = HEAD_DIM / 8;
-    const int4 place = token_places[blockIdx.x + first_token];
     const int thread = blockIdx.y * THREADS + threadIdx.x, head = thread / PER_HEAD, column = thread % PER_HEAD * 8;
-    if (place.x < 0 || head >= GROUP) return;
+    // The plan is older than the kernel ahead.
+    const int4 place = token_places[blockIdx.x + first_token];
     const int row = place.y * GROUP + head;
-    const int2 pieces = segment_pieces[place.x + row / MAX_ROWS];
+    const bool is_used = place.x >= 0 && head < GROUP;
+    const int2 pieces = is_used ? segment_pieces[place.x + row / MAX_ROWS] : make_int2(0, 0);
+    wait_for_earlier();
     if (pieces.y < 2) return;
     Merged merged;
     merged.add(Partials{partial_sums, partial_stats}, pieces.x, pieces.y, 0, row % MAX_ROWS, column);
