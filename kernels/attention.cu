@@ -12,6 +12,13 @@
 #else
 #include "attention_output.cuh"
 
+// Code that is unrolled is fetched anew with each layer, which few items, shared by a cluster, feel.
+#if CLUSTER > 1
+#define SMALL_CODE _Pragma("unroll 1")
+#else
+#define SMALL_CODE
+#endif
+
 template <int N> struct Count { static constexpr int value = N; };
 
 // One warp processes 16 keys of a tile for scores = query x keys, and its share of the columns for weights x values: every key and
@@ -93,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #endif
             if (l.is_first && l.num_items > 0) {
                 const uint32_t buffer = base + QUERY_OFFSET + l.num_items % QUERY_BUFFERS * QUERY_BYTES;
+                SMALL_CODE
                 for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS) copy_async(buffer + swizzle(i / CHUNKS, i % CHUNKS), query_source(i), true);
             }
         }
@@ -124,6 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     {
         const Loader ahead = l;
         l = first;
+#if CLUSTER > 1 && MAX_ROWS * CHUNKS <= THREADS
+#pragma unroll 1
+#endif
         for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS)
             *(uint4*)(memory + QUERY_OFFSET + swizzle(i / CHUNKS, i % CHUNKS)) = *(const uint4*)query_source(i);
         l = ahead;

@@ -21,6 +21,7 @@ constexpr int STAGE_BYTES = (2 * TILES + COLUMNS) * HALF;  // of one warp: weigh
 constexpr int STAGES = (SHARED - 2 * SUMS * 4) / (WARPS * STAGE_BYTES);
 static_assert(STAGES >= 2, "shared memory has no room for two stages");
 constexpr int GROUP_THREADS = 1024, BLOCK_PAIRS = 1024;
+constexpr int AT_ONCE = 8;  // parts of a sum
 
 struct Chunk {
     int expert, first, count, padding;  // of the rank's own; where its rows begin in the order of experts
@@ -30,7 +31,8 @@ struct Chunk {
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(int* lists, const int64_t* experts, int max_chunks, int num_pairs, int first, int num_own, int least, int most) {
     extern __shared__ int counts[];
     wait_for_earlier();
-    group_pairs<GROUP_THREADS>(ExpertLists(lists, max_chunks, num_pairs), experts, num_pairs, first, num_own, least, most, counts);
+    group_pairs<GROUP_THREADS, 8>(
+        ExpertLists(lists, max_chunks, num_pairs), [&](int p) { return static_cast<int>(__ldcg(experts + p)); }, num_pairs, first, num_own, least, most, counts);
 }
 
 // For products of many rows: count_pairs adds to counts [num_own + 1] how many pairs an expert has, those of others last; order_pairs gives each pair
@@ -98,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (GATHER) wait_for_earlier();
     const int num_outputs = GATED ? N / 2 : N, num_tiles = num_outputs / ROWS, units_per = (num_tiles + TILES - 1) / TILES;
     const int4 early = __ldcg(own.chunks + min(static_cast<int>(threadIdx.x), max_chunks - 1));  // along with their number, lest they come one after the other
-    const int64_t num_units = static_cast<int64_t>(__ldcg(own.num_chunks)) * units_per;
-    const int first = static_cast<int>(num_units * blockIdx.x / gridDim.x), num_own_units = static_cast<int>(num_units * (blockIdx.x + 1) / gridDim.x) - first;
+    const Share share(__ldcg(own.num_chunks) * units_per);
+    const int first = share.first, num_own_units = share.end - first;
     if (num_own_units == 0) {
         launch_dependents();
         if (!GATHER) wait_for_earlier();
@@ -110,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int slot = static_cast<int>(threadIdx.x) - first_chunk;
         if (slot >= 0 && slot < num_slots) slots[slot] = Chunk{early.x, early.y, early.z, 0};
     } else {
+#pragma unroll 1
         for (int i = threadIdx.x; i < num_slots; i += THREADS) {
             const int4 chunk = __ldcg(own.chunks + first_chunk + i);
             slots[i] = Chunk{chunk.x, chunk.y, chunk.z, 0};
@@ -161,11 +164,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int first_tile = (first - first_chunk * units_per) * TILES;
     const Place begin{0, first_tile, turn_of(first_tile), 0, num_own_units};
     Place copied = begin;
+#pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage, advance(copied)) {
         copy_weights(copied, stage);
         end_copies();
     }
     launch_dependents();
+#pragma unroll 1
     for (int i = threadIdx.x; i < num_slots * TOKENS; i += THREADS) {
         const int slot = i / TOKENS, row = i % TOKENS;
         if (row < slots[slot].count) {
@@ -176,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (!GATHER) wait_for_earlier();
     copied = begin;
+#pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage, advance(copied)) {
         copy_rows(copied, stage);
         end_copies();
@@ -228,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 for (int w = 0; w < WARPS; ++w) value += sums[((w * TOGETHER + r) * TOKENS + row) * STRIDE + n];
                 return from_float<Element>(value);
             };
+#pragma unroll 1
             for (int i = threadIdx.x; i < chunk.count * num_rows; i += THREADS) {
                 const int row = i / num_rows, n = i % num_rows, r = n / ROWS;
                 const int target = GATHER ? chunk.first + row : own_rows[unit.slot][row];
@@ -245,27 +252,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // out [T, size]: the weighted sum of what a token's experts made, rounded; added to `residual`, which may be out, where there is one; and `beside` added to
 // that, where there is any. made: rows of the pairs, or with places [T, num_chosen] where those lie. Experts that are not among num_own from `first` on add nothing.
+// Grid: a row for each token, and pieces of it.
 extern "C" __global__ void combine_experts(Element* out, const Element* residual, const Element* beside, const Element* made, const int64_t* experts,
-                                           const float* weights, const int64_t* places, int num_tokens, int size, int num_chosen, int first, int num_own) {
+                                           const float* weights, const int64_t* places, int size, int num_chosen, int first, int num_own) {
     launch_dependents();
     wait_for_earlier();
-    const int per_row = size / V::SIZE;
-    const int64_t place = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (place >= static_cast<int64_t>(num_tokens) * per_row) return;
-    const int64_t token = place / per_row, column = place % per_row * V::SIZE;
+    const int64_t token = blockIdx.x;
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * V::SIZE;
+    if (column >= size) return;
     float sums[V::SIZE] = {};
     V old, other;
     if (residual) old = load_fresh(residual + token * size + column);
     if (beside) other = load_fresh(beside + token * size + column);
-#pragma unroll 4
-    for (int j = 0; j < num_chosen; ++j) {
-        const int64_t pair = token * num_chosen + j;
-        const int64_t expert = __ldcg(experts + pair) - first;
-        if (expert < 0 || expert >= num_own) continue;
-        const float weight = __ldcg(weights + pair);
-        const V part = load_fresh(made + (places ? __ldcg(places + pair) : pair) * size + column);
+    // Whether an expert is of the rank is known when its part is there, too: all are asked for at once.
+#pragma unroll 1
+    for (int begin = 0; begin < num_chosen; begin += AT_ONCE) {
+        V parts[AT_ONCE];
+        float shares[AT_ONCE];
+        bool is_own[AT_ONCE];
 #pragma unroll
-        for (int e = 0; e < V::SIZE; ++e) sums[e] = fmaf(weight, to_float(part.values[e]), sums[e]);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int64_t pair = token * num_chosen + min(begin + i, num_chosen - 1), expert = __ldcg(experts + pair) - first;
+            is_own[i] = begin + i < num_chosen && expert >= 0 && expert < num_own;
+            shares[i] = __ldcg(weights + pair);
+            parts[i] = load_fresh(made + (places ? __ldcg(places + pair) : pair) * size + column);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (is_own[i])
+#pragma unroll
+                for (int e = 0; e < V::SIZE; ++e) sums[e] = fmaf(shares[i], to_float(parts[i].values[e]), sums[e]);
     }
     V result;
 #pragma unroll

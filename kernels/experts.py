@@ -327,9 +327,7 @@ def combine(
     _, defines = choose_shape(1, 1, 1, made.dtype, True, gpu_of(device))
     kernel = load(device, "experts", "combine_experts", defines, programmatic=True)
     threads = 128
-    grid = (-(-num_tokens * (size // 8) // threads), 1)
+    grid = (num_tokens, -(-size // (8 * threads)))
     pointers = (0 if t is None else t for t in (residual, beside))
-    kernel(
-        grid, (threads, 1, 1), out, *pointers, made, experts, weights, 0 if places is None else places, num_tokens, size, num_chosen, first, num_own
-    )
+    kernel(grid, (threads, 1, 1), out, *pointers, made, experts, weights, 0 if places is None else places, size, num_chosen, first, num_own)
     return out

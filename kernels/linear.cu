@@ -121,10 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
 
     if constexpr (NORM) {
+#pragma unroll 1
         for (int i = threadIdx.x; i < NORM / 8; i += THREADS) copy_async(factors + i * 16, norm_weight + i * 8);
         end_copies();
     }
     int copy_tile = first, copy_step = 0;
+#pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage, advance(copy_tile, copy_step)) {
         copy_weights(copy_tile, copy_step, stage);
         end_copies();
@@ -132,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     launch_dependents();
     if (!is_ready) wait_for_earlier();
     copy_tile = first, copy_step = 0;
+#pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage, advance(copy_tile, copy_step)) {
         copy_tokens(copy_tile, copy_step, stage);
         end_copies();
@@ -272,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 return from_float<Element>(bias ? value + to_float(bias[n]) : value);
             };
             const int num_rows = min(TOGETHER, min(TILES - begin, end - tile - begin)) * ROWS;
+#pragma unroll 1
             for (int i = threadIdx.x; i < M * num_rows; i += THREADS) {
                 const int token = i / num_rows, row = i % num_rows, r = row / ROWS, n = (tile + begin) * ROWS + row;
                 Element value;

@@ -8,7 +8,7 @@
 // what remains is as few trips to the memory as can be. Instructions are such trips, too, as the kernels of a layer do not fit in a multiprocessor's
 // cache together: so loops that turn but a few times are not unrolled, and few tokens have code of their own.
 //
-// ELEMENT: of x; TOKENS: up to WARPS, 1 for one token alone.
+// ELEMENT: of x; TOKENS: up to WARPS, 1 for one token alone; MANY: 1 where there are more than TOKENS.
 #include "dense.cuh"
 #include "expert_groups.cuh"
 #include "generated.cuh"
@@ -16,8 +16,11 @@
 using Element = ELEMENT;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-// Pieces of 16 bytes, a thread's, of an expert's weights and of the norm's, that are read before the kernel ahead has ended.
-constexpr int AHEAD = 8, EARLY = 4;
+constexpr int AHEAD = 8;  // pieces of 16 bytes, a thread's, of an expert's weights, that are read before the kernel ahead has ended
+// Warps that read a row, at most and here; of the parts in which its squares are added up, a warp's; and a thread's pieces that are on their way at once.
+constexpr int ROW_WARPS = 4, PER_ROW = WARPS / TOKENS < ROW_WARPS ? WARPS / TOKENS : ROW_WARPS, GROUPS = ROW_WARPS / PER_ROW, HELD = 16 / PER_ROW;
+// Short code for few tokens: see above. Many blocks of tokens are bound by what they compute.
+constexpr int TOKENS_AT_ONCE = MANY ? TOKENS : TOKENS < 2 ? 1 : 2, PIECES_AT_ONCE = MANY ? 4 : 1;
 
 struct Best {
     float value;
@@ -130,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           const float* correction, int* counters, RouteSizes sizes) {
     extern __shared__ __align__(16) float shared[];
     __shared__ float partial[WARPS][TOKENS];
+    __shared__ float squares[TOKENS][ROW_WARPS];
     __shared__ bool is_last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * TOKENS, count = min(TOKENS, sizes.num_tokens - first);
     // Whether all `size` blocks that count here have come this far. What they wrote before can be seen then.
@@ -154,87 +158,90 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         float4 ahead[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) ahead[i] = __ldg(own + min((i * num_parts + part) * 32 + lane, num_pieces - 1));
-        V early[EARLY];
-        if (norm_weight && warp < count)
-#pragma unroll
-            for (int i = 0; i < EARLY; ++i) early[i] = load_constant(norm_weight + min(i * 32 + lane, per_row - 1) * V::SIZE);
+        Element *rows = reinterpret_cast<Element*>(shared), *factors = rows + static_cast<size_t>(count) * sizes.hidden_size;
+        if (norm_weight)
+#pragma unroll 2
+            for (int i = threadIdx.x; i < per_row; i += THREADS) store(factors + i * V::SIZE, load_constant(norm_weight + i * V::SIZE));
         auto prefetch = [&](const void* start, int bytes) {
 #pragma unroll 1
             for (int i = threadIdx.x * 128; i < bytes; i += THREADS * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(start) + i));
         };
-        if (norm_weight) prefetch(norm_weight, sizes.hidden_size * static_cast<int>(sizeof(Element)));
         if (correction) prefetch(correction, sizes.num_experts * 4);
         wait_for_earlier();
         launch_dependents();
-        Element* rows = reinterpret_cast<Element*>(shared);
-        if (warp < count) {
-            Element* row = rows + static_cast<size_t>(warp) * sizes.hidden_size;
-            const Element* source = x + static_cast<size_t>(first + warp) * sizes.x_stride;
-            V held[EARLY];
+        // A row is read by as many warps as there are, up to ROW_WARPS; the squares are added up in the order of that many always.
+        const int token = warp / PER_ROW, begin = warp % PER_ROW * 32 + lane;
+        const bool has_row = token < count;
+        Element* row = rows + static_cast<size_t>(token) * sizes.hidden_size;
+        const Element* source = x + static_cast<size_t>(first + token) * sizes.x_stride;
+        V held[HELD];
+        if (has_row) {
 #pragma unroll
-            for (int i = 0; i < EARLY; ++i) held[i] = load_fresh(source + min(i * 32 + lane, per_row - 1) * V::SIZE);
-            float sum = 0, inverse = 0;
+            for (int i = 0; i < HELD; ++i) held[i] = load_fresh(source + min(i * PER_ROW * 32 + begin, per_row - 1) * V::SIZE);
+            float sums[GROUPS] = {};
 #pragma unroll
-            for (int i = 0; i < EARLY; ++i)
-                if (i * 32 + lane < per_row) sum = add_squares(sum, held[i]);
-#pragma unroll 4
-            for (int i = EARLY * 32 + lane; i < per_row; i += 32) {
-                const V v = load_fresh(source + i * V::SIZE);
-                store(row + i * V::SIZE, v);
-                sum = add_squares(sum, v);
+            for (int i = 0; i < HELD; ++i)
+                if (const int piece = i * PER_ROW * 32 + begin; piece < per_row) {
+                    store(row + piece * V::SIZE, held[i]);
+                    sums[i % GROUPS] = add_squares(sums[i % GROUPS], held[i]);
+                }
+#pragma unroll 1
+            for (int i = HELD * PER_ROW * 32 + begin; i < per_row; i += ROW_WARPS * 32)
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g)
+                    if (const int piece = i + g * PER_ROW * 32; piece < per_row) {
+                        const V v = load_fresh(source + piece * V::SIZE);
+                        store(row + piece * V::SIZE, v);
+                        sums[g] = add_squares(sums[g], v);
+                    }
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                const float sum = sum_warp(sums[g]);
+                if (lane == 0) squares[token][g * PER_ROW + warp % PER_ROW] = sum;
             }
-            if (norm_weight) inverse = inverse_rms(sum_warp(sum), sizes.hidden_size, sizes.eps);
-            auto finish = [&](int i, V v, const V& w) {
-#pragma unroll
-                for (int e = 0; e < V::SIZE; ++e) v.values[e] = scale(v.values[e], inverse, w.values[e]);
-                store(row + i * V::SIZE, v);
-                if (blockIdx.x == 0) store(normed + static_cast<size_t>(first + warp) * sizes.hidden_size + i * V::SIZE, v);
-            };
-#pragma unroll
-            for (int i = 0; i < EARLY; ++i) {
-                const int piece = i * 32 + lane;
-                if (piece >= per_row) continue;
-                if (norm_weight) finish(piece, held[i], early[i]);
-                else store(row + piece * V::SIZE, held[i]);
-            }
-            if (norm_weight)
-#pragma unroll 4
-                for (int i = EARLY * 32 + lane; i < per_row; i += 32)
-                    finish(i, V(*reinterpret_cast<const uint4*>(row + i * V::SIZE)), load_constant(norm_weight + i * V::SIZE));
         }
         __syncthreads();
-        float totals[TOKENS] = {};
+        if (has_row) {
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < ROW_WARPS; ++i) sum += squares[token][i];
+            const float inverse = norm_weight ? inverse_rms(sum, sizes.hidden_size, sizes.eps) : 0.0f;
+#pragma unroll PIECES_AT_ONCE
+            for (int piece = begin; norm_weight && piece < per_row; piece += PER_ROW * 32) {
+                V v(*reinterpret_cast<const uint4*>(row + piece * V::SIZE));
+                const V w(*reinterpret_cast<const uint4*>(factors + piece * V::SIZE));
+#pragma unroll
+                for (int e = 0; e < V::SIZE; ++e) v.values[e] = scale(v.values[e], inverse, w.values[e]);
+                store(row + piece * V::SIZE, v);
+                if (blockIdx.x == 0) store(normed + static_cast<size_t>(first + token) * sizes.hidden_size + piece * V::SIZE, v);
+            }
+        }
+        __syncthreads();
 #pragma unroll 1
         for (int p = part; p < part + num_parts / split; ++p) {
             if (p > part)
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) ahead[i] = __ldg(own + min((i * num_parts + p) * 32 + lane, num_pieces - 1));
-            float sums[TOKENS] = {};
-            auto add = [&](int piece, float4 w) {
-                if (piece >= num_pieces) return;
+#pragma unroll TOKENS_AT_ONCE
+            for (int t = 0; t < count; ++t) {
+                const Element* values = rows + static_cast<size_t>(t) * sizes.hidden_size;
+                float4 sums = {};
+                auto add = [&](int piece, float4 w) {
+                    if (piece >= num_pieces) return;
+                    Element v[4];
+                    if constexpr (sizeof(Element) == 4) *reinterpret_cast<uint4*>(v) = *reinterpret_cast<const uint4*>(values + piece * 4);
+                    else *reinterpret_cast<uint2*>(v) = *reinterpret_cast<const uint2*>(values + piece * 4);
+                    sums.x = fmaf(to_float(v[0]), w.x, sums.x), sums.y = fmaf(to_float(v[1]), w.y, sums.y);
+                    sums.z = fmaf(to_float(v[2]), w.z, sums.z), sums.w = fmaf(to_float(v[3]), w.w, sums.w);
+                };
 #pragma unroll
-                for (int t = 0; t < TOKENS; ++t) {
-                    if (t >= count) break;
-                    const Element* v = rows + static_cast<size_t>(t) * sizes.hidden_size + piece * 4;
-                    Element values[4];
-                    if constexpr (sizeof(Element) == 4) *reinterpret_cast<uint4*>(values) = *reinterpret_cast<const uint4*>(v);
-                    else *reinterpret_cast<uint2*>(values) = *reinterpret_cast<const uint2*>(v);
-                    sums[t] = fmaf(to_float(values[0]), w.x, fmaf(to_float(values[1]), w.y, fmaf(to_float(values[2]), w.z, fmaf(to_float(values[3]), w.w, sums[t]))));
-                }
-            };
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) add((i * num_parts + p) * 32 + lane, ahead[i]);
+                for (int i = 0; i < AHEAD; ++i) add((i * num_parts + p) * 32 + lane, ahead[i]);
 #pragma unroll 1
-            for (int piece = (AHEAD * num_parts + p) * 32 + lane; piece < num_pieces; piece += 32 * num_parts) add(piece, __ldg(own + piece));
-#pragma unroll
-            for (int t = 0; t < TOKENS; ++t) {
-                if (t >= count) break;
-                totals[t] += sum_warp(sums[t]);
+                for (int piece = (AHEAD * num_parts + p) * 32 + lane; piece < num_pieces; piece += 32 * num_parts) add(piece, __ldg(own + piece));
+                const float sum = sum_warp((sums.x + sums.y) + (sums.z + sums.w));
+                if (lane == 0) partial[warp][t] = p > part ? partial[warp][t] + sum : sum;
             }
         }
-        if (lane == 0)
-#pragma unroll
-            for (int t = 0; t < TOKENS; ++t) partial[warp][t] = totals[t];
         __syncthreads();
         if (threadIdx.x < own_experts * TOKENS) {
             const int e = threadIdx.x / TOKENS, t = threadIdx.x % TOKENS, number = blockIdx.x * own_experts + e;
@@ -248,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         wait_for_earlier();
         launch_dependents();
     }
+    __shared__ int chosen[TOKENS * 32];
     const int num_pairs = sizes.num_tokens * sizes.num_chosen;
     const ExpertLists own(lists, sizes.max_chunks, num_pairs);
     if (warp < count) {
@@ -256,7 +264,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int expert = choose(experts + token * sizes.num_chosen, weights + token * sizes.num_chosen, scores + token * sizes.num_experts, correction,
                                   shares, shares + sizes.num_experts, lane, sizes);
         if (TOKENS == 1 && lists) group_one(own, expert, sizes.num_chosen, sizes.first_own, sizes.num_own, sizes.least_rows, lane);
+        else if (lane < sizes.num_chosen) chosen[warp * sizes.num_chosen + lane] = expert;
     }
     if (TOKENS == 1 || !lists || !is_last_of(counters + gridDim.y, gridDim.y)) return;
-    group_pairs<THREADS>(own, experts, num_pairs, sizes.first_own, sizes.num_own, sizes.least_rows, sizes.rows_per_chunk, reinterpret_cast<int*>(shared));
+    const bool is_alone = gridDim.y == 1;  // it has all of the choice itself
+    group_pairs<THREADS, (TOKENS < WARPS ? 1 : 8)>(
+        own, [&](int p) { return is_alone ? chosen[p] : static_cast<int>(__ldcg(experts + p)); }, num_pairs, sizes.first_own, sizes.num_own,
+        sizes.least_rows, sizes.rows_per_chunk, reinterpret_cast<int*>(shared));
 }

@@ -23,6 +23,8 @@ MAX_CHOSEN, MAX_GROUPS, MAX_GROUP_SCORES = 32, 32, 2
 MAX_SCORED = 256
 """Tokens up to which the kernel makes the scores too; beyond them cuBLAS."""
 MAX_TOKENS = 2**19
+STATIC_SHARED = 2048
+"""Bytes of a block that the kernel itself has, at most."""
 FEW = (1, 2, 4)
 """Tokens that have code of their own."""
 
@@ -111,7 +113,7 @@ def route_tokens(
         and num_groups <= MAX_GROUPS
         and num_group_scores <= MAX_GROUP_SCORES
         and 0 < num_tokens <= MAX_TOKENS
-        and shared_for_choice <= gpu_of(x.device).block_memory - 1024
+        and shared_for_choice <= gpu_of(x.device).block_memory - STATIC_SHARED
     )
     if not is_known:
         x = x if norm is None else rms_norm(x, *norm)
@@ -120,7 +122,7 @@ def route_tokens(
         shares = scores.sigmoid() if is_sigmoid else scores.softmax(dim=-1)
         return Routing(x, *reference.route(shares, num_chosen, correction=correction, **rule, min_sum=min_sum, scale=scale))
     device = x.device
-    shared = max(min(num_tokens, TOKENS) * hidden * x.element_size(), shared_for_choice)
+    shared = max((min(num_tokens, TOKENS) + (norm is not None)) * hidden * x.element_size(), shared_for_choice)
     is_scored = (
         num_tokens <= MAX_SCORED
         and hidden % 8 == 0
@@ -128,7 +130,7 @@ def route_tokens(
         and x.stride(0) % (16 // x.element_size()) == 0
         and x.data_ptr() % 16 == 0
         and gate.is_contiguous()
-        and shared <= gpu_of(device).block_memory - 1024
+        and shared <= gpu_of(device).block_memory - STATIC_SHARED
     )
     if norm is not None and (norm[0].shape != (hidden,) or norm[0].dtype != x.dtype):
         raise ValueError(f"route_tokens: the norm's weights {tuple(norm[0].shape)} {norm[0].dtype} must be {x.dtype} [{hidden}]")
@@ -146,8 +148,8 @@ def route_tokens(
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=device)
     shared = shared if is_scored else shared_for_choice
     tokens = next((few for few in FEW if is_scored and num_tokens <= few), TOKENS)
-    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[x.dtype], "TOKENS": tokens}
-    kernel = load(device, "route", "route", defines, gpu_of(device).block_memory - 1024, programmatic=True)
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[x.dtype], "TOKENS": tokens, "MANY": int(num_tokens > tokens)}
+    kernel = load(device, "route", "route", defines, gpu_of(device).block_memory - STATIC_SHARED, programmatic=True)
     num_parts = next((n for n in (1, 2, 4) if hidden <= n * AHEAD), WARPS)
     num_blocks = -(-num_experts * num_parts // WARPS) * -(-num_tokens // TOKENS)
     split = num_parts if num_blocks <= MAX_SPLIT_BLOCKS * gpu_of(device).num_multiprocessors else 1

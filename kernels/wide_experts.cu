@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
     }
     // The chunks are older than the kernel ahead where rows of x are what that one makes.
     if (GATHER) wait_for_earlier();
-    const int64_t num_units = int64_t(__ldcg(own.num_chunks)) * num_tiles;
-    const int first = int(num_units * blockIdx.x / gridDim.x), end = int(num_units * (blockIdx.x + 1) / gridDim.x), num_steps = K / STEP;
+    const Share share(__ldcg(own.num_chunks) * num_tiles);
+    const int first = share.first, end = share.end, num_steps = K / STEP;
     const auto chunk_of = [&](int unit) { return __ldcg(own.chunks + unit / num_tiles); };
     const int most_rows = first < end ? chunk_of(first).w : 0, stage_bytes = A_BYTES + most_rows * 128;  // the same in all chunks
     const int num_stages = most_rows == 32 ? MAX_STAGES : ROOM / stage_bytes;

@@ -28,6 +28,13 @@
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
+// Code that is unrolled is fetched anew with each layer, which products of few rows feel.
+#if ROWS <= 8
+#define SMALL_CODE _Pragma("unroll 1")
+#else
+#define SMALL_CODE
+#endif
+
 using Element = ELEMENT;
 #include "product_output.cuh"
 using Operand = std::conditional_t<CODES, E4m3, Element>;
@@ -44,6 +51,8 @@ constexpr int PRODUCER_REGISTERS = 32, SPARE_REGISTERS = (LAUNCH_REGISTERS * THR
 constexpr int CONSUMER_REGISTERS = SPARE_REGISTERS < 240 ? SPARE_REGISTERS : 240;
 // With one warpgroup products of two stages overlap. (ptxas would not let them where half is rounded twice.)
 constexpr int PENDING_STAGES = TOKENS == 64 && !(GATED && std::is_same<Element, __half>::value);
+// A thread has two of its warp's sixteen rows: where a block has but eight, the second is not made, and only the first warp's sums are exchanged.
+constexpr int HALVES = ROWS <= 8 ? 1 : 2, BUSY_THREADS = SPLIT > 1 && ROWS <= 8 ? 32 : CONSUMERS;
 constexpr bool IS_EARLY = SPLIT > 1 && GROUPS <= 2;  // the residual is asked for before the products, and has registers meanwhile
 constexpr int SCALES = OWN * 4;                      // pairs of a part's columns that a block stores
 static_assert(ROWS == TOKENS || TOKENS == 64, "a descriptor's rows lie one after the other");
@@ -71,10 +80,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   const int num_steps = K / STEP, begin = num_steps * rank / SPLIT, end = num_steps * (rank + 1) / SPLIT;
   if (threadIdx.x == 0) {
     prefetch(&weights), prefetch(&tokens);
+    SMALL_CODE
     for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, CONSUMERS / 32);
     if constexpr (SPLIT > 1) {
       init_barrier(parts, 1);
-      arrive_expecting(parts, OWN * PARTS * CONSUMERS * 16);
+      arrive_expecting(parts, OWN * PARTS * BUSY_THREADS * 16);
     }
     publish_barriers();
   }
@@ -92,11 +102,14 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     const auto copy_tokens = [&](int stage, int step) { copy_box(stages + stage * STAGE_BYTES, &tokens, full + 8 * stage, step * STEP, 0); };
     const int num_early = min(STAGES, end - begin);
     if (threadIdx.x == 0) {
+      SMALL_CODE
       for (int s = 0; s < num_early; ++s) copy_weights(s, first_tile, begin + s);
       if (!is_ready) wait_for_earlier();
+      SMALL_CODE
       for (int s = 0; s < num_early; ++s) copy_tokens(s, begin + s);
       int stage = num_early % STAGES, parity = num_early == STAGES;  // of `empty`, as it was before
       for (int tile = first_tile; tile < num_tiles; tile += tile_step)
+        SMALL_CODE
         for (int step = tile == first_tile ? begin + num_early : begin; step < end; ++step) {
           await(empty + 8 * stage, parity ^ 1);
           copy_weights(stage, tile, step);
@@ -111,6 +124,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     take_registers<CONSUMER_REGISTERS>();
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
     const int token = group * 64 + warp * 16 + lane / 4;  // and 8 further on
+    const bool is_busy = BUSY_THREADS == CONSUMERS || thread < BUSY_THREADS;
     const Output output = {out, bias, residual, scales, M, GATED ? N / 2 : N};
     const auto release = [&](int stage) {
       if (lane == 0) arrive(empty + 8 * stage);
@@ -126,6 +140,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     if constexpr (CODES) keep_scales(load_scales(first_tile));
     // Rows that no copy fills (boxes past a tensor's end are slow): products of whatever is there would cost power, which is what the clock depends on.
     const int unfilled = (ROWS - num_rows) * 8;
+    SMALL_CODE
     for (int i = thread; i < STAGES * unfilled; i += CONSUMERS) clear_shared(stages + i / unfilled * STAGE_BYTES + num_rows * 128 + i % unfilled * 16);
     publish_to_products();
     meet();
@@ -140,7 +155,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       const int column = first_column(tile);
       uint4 added[SPLIT > 1 ? GROUPS : 1][2];
       const auto load_group = [&](uint4(&to)[2], int q) {
-        for (int half = 0; half < 2; ++half) to[half] = output.load_residual(token + 8 * half, column + (4 * q + lane % 4) * 8);
+        for (int half = 0; half < HALVES; ++half) to[half] = output.load_residual(token + 8 * half, column + (4 * q + lane % 4) * 8);
       };
       const auto load_groups = [&] {
 #pragma unroll
@@ -180,6 +195,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
         if constexpr (!IS_EARLY) load_groups();
         arrive_cluster_relaxed(), await_cluster();  // nobody reads stages any more
         const auto cell = [&](int i, int p) { return stages + ((i * PARTS + p) * CONSUMERS + thread) * 16; };
+        if (!is_busy) break;  // there is but one tile
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
 #pragma unroll
@@ -207,7 +223,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       for (int q = 0; q < GROUPS; ++q) {
         if constexpr (SPLIT == 1) load_group(added[0], q);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < HALVES; ++half) {
           uint32_t words[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {

@@ -25,6 +25,13 @@
 #include "wgmma.cuh"
 #include "wide_quantized_layout.cuh"
 
+// As in wide_linear.cu.
+#if ROWS <= 8
+#define SMALL_CODE _Pragma("unroll 1")
+#else
+#define SMALL_CODE
+#endif
+
 template <int NUMBER, int COUNT>
 __device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory"); }
 __device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
@@ -48,6 +55,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   const int num_outputs = GATED ? N / 2 : N;
   if (threadIdx.x == 0) {
     prefetch(&codes), prefetch(&tokens);
+    SMALL_CODE
     for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, GROUPED ? 3 : 2), init_barrier(empty + 8 * s, 4);
     if constexpr (SPLIT > 1) {
       init_barrier(parts, 1);
@@ -66,7 +74,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     const int role = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto copy_all = [&](auto copy) {
       int stage = 0, parity = 0;
+#pragma unroll 1
       for (int tile = first_tile; tile < num_tiles; tile += tile_step)
+        SMALL_CODE
         for (int i = 0; i < num_own; ++i) {
           await(empty + 8 * stage, parity ^ 1);  // at first at once
           copy(stages + stage * STAGE_BYTES, full + 8 * stage, tile, begin + i / 2 + (i % 2 ? (num_own + 1) / 2 : 0));

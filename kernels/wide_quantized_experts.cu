@@ -69,14 +69,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const ExpertLists own(lists, max_chunks, num_pairs);
     if (threadIdx.x == 0) {
         prefetch(&codes);
+#pragma unroll 1
         for (int s = 0; s < MAX_STAGES; ++s) init_barrier(full + 8 * s, 1 + 32), init_barrier(empty + 8 * s, WARPS);
         publish_barriers();
     }
     // The chunks are older than the kernel ahead where rows of x are what that one makes.
     if (GATHER) wait_for_earlier();
     const int4 early = __ldcg(own.chunks + min(int(threadIdx.x), max_chunks - 1));  // along with their number, lest they come one after the other
-    const int64_t num_units = int64_t(__ldcg(own.num_chunks)) * num_tiles;
-    const int first = int(num_units * blockIdx.x / gridDim.x), end = int(num_units * (blockIdx.x + 1) / gridDim.x), first_chunk = first / num_tiles;
+    const Share share(__ldcg(own.num_chunks) * num_tiles);
+    const int first = share.first, end = share.end, first_chunk = first / num_tiles;
     const int own_slot = int(threadIdx.x) - first_chunk;
     if (own_slot >= 0 && own_slot < SLOTS && int(threadIdx.x) < max_chunks) slots[own_slot] = early;
     __syncthreads();
@@ -115,12 +116,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         };
         const int num_early = min(num_stages, num_steps);
+#pragma unroll 1
         for (int s = 0; s < num_early; ++s) copy_weights(s, first, s);
         if (!GATHER) wait_for_earlier();
         constexpr int PIECES = X_COLUMNS / 16, AT_ONCE = 32 / PIECES;
         const int slot = lane / PIECES, piece = lane % PIECES;
         const Element* sources[ROWS / AT_ONCE];
         int stage = 0, parity = 1, num_copied = 0;  // parity: of `empty`, as it was before
+#pragma unroll 1
         for (int unit = first; unit < end; ++unit) {
             if (unit == first || unit % num_tiles == 0) {
                 chunk = chunk_of(unit);
@@ -130,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     sources[i] = slot + i * AT_ONCE < chunk.z ? x + size_t(GATHER ? __ldcg(own.rows + place) / num_chosen : place) * x_stride + piece * 8 : nullptr;
                 }
             }
+#pragma unroll 1
             for (int step = 0; step < num_steps; ++step) {
                 await(empty + 8 * stage, parity);
                 if (num_copied++ >= num_early) copy_weights(stage, unit, step);
@@ -166,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
         float sums[BLOCKS_OF_8][4] = {};
+#pragma unroll 1
         for (int step = 0; step < num_steps; ++step) {
             await(full + 8 * stage, parity);
             const uint32_t place = stages + stage * CODE_BYTES + read_start, rest = rests + stage * rest_bytes;
@@ -221,11 +226,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         }
     };
+#pragma unroll 1
     for (int unit = first; unit < end; ++unit) {
         const int4 chunk = chunk_of(unit);
         const int tile = unit % num_tiles;
-        if (chunk.z <= 8) process(Count<8>(), tile, chunk);
-        else if (chunk.z <= 16) process(Count<(ROWS < 16 ? 8 : 16)>(), tile, chunk);
+        if (ROWS <= 8 || chunk.z <= 8) process(Count<8>(), tile, chunk);
+        else if (ROWS <= 16 || chunk.z <= 16) process(Count<(ROWS < 16 ? 8 : 16)>(), tile, chunk);
         else process(Count<ROWS>(), tile, chunk);
     }
 }
