@@ -962,6 +962,26 @@ def test_a_dead_node_leaves_jobs_to_those_that_can_do_them(cluster: Cluster, llm
     assert here.generate([prompt], greedy(4)) == expect(llm_all, [prompt], greedy(4)) and here.num_fetched == 1
 
 
+def test_a_job_that_two_nodes_have(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one was silent for a while, and ends it all the same: what is left to read lies there, whatever the other one says."""
+    there, other, here = cluster.make("prefill"), cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, there, other)
+    other.take_no_jobs()
+    here.nodes.fetcher._choice._loads[other.nodes.node.node_id] = time.time() + 3600, 10**6  # type: ignore[union-attr]
+    take = here.nodes.fetcher._take_message  # type: ignore[union-attr]
+
+    def take_more(message: Message) -> None:
+        take(message)
+        if message.kind == "done":
+            for kind in ("taken", "failed"):
+                take(Message(kind, message.job_id, other.nodes.node.node_id))
+
+    monkeypatch.setattr(here.nodes.fetcher, "_take_message", take_more)
+    (prompt,), choice = prompts_of(llm_all, 1, seed=84), {"method": "mtp", "verify_strategy": "rejection"}
+    assert here.generate([prompt], SAMPLED, choice) == expect(llm_all, [prompt], SAMPLED, choice)
+    assert here.num_fetched == 1 and not here.fallbacks
+
+
 def test_nodes_that_come_and_go_leave_nothing(cluster: Cluster, llm_all: LLM) -> None:
     """Connections of nodes that are gone end, and what is read from others goes on."""
     stays, here = cluster.make("prefill"), cluster.make("decode")

@@ -197,6 +197,9 @@ class PageFetcher:
                 self._tell_stop(message.sender, message.job_id)
             return
         if message.sender != fetch.node_id:
+            if fetch.done is not None:  # the node that this one took the job over from was silent for a while, and has ended it: the rest lies there
+                self._tell_stop(message.sender, message.job_id)
+                return
             self._move(fetch, message.sender)
             if fetch.is_over:
                 return
