@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
@@ -10,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from hypothesis import settings
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.group import CHECK_ENDS_VARIABLE
+from backend.parallel.ranks import Ranks
+from backend.step import worker
 from backend.step.tensors import StepShape
 from deploy.demo import running_gateway
 from tests.servers import ServerPool, serve
@@ -98,6 +101,34 @@ def frozen_imports() -> Iterator[None]:
     yield
     if len(sys.modules) > _frozen + 200:
         freeze_imports()
+
+
+def copied(model: Any) -> Any:
+    """The same weights in parts of its own, which a test or an engine may change."""
+    own = copy.copy(model)
+    own.layers = [copy.copy(layer) for layer in model.layers]
+    for layer in own.layers:
+        layer.attention, layer.mlp = copy.copy(layer.attention), copy.copy(layer.mlp)
+    return own
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bundled_model_once() -> Iterator[None]:
+    """Engines of this process read the bundled model's file once for each of a few choices of options: there are hundreds of engines."""
+    load, loaded = worker.load_model, {}
+
+    def load_once(directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, **options: Any) -> Any:
+        is_usual = device.type == "cpu" and ranks.size == 1 and not any(options[name] for name in ("is_expert_parallel", "draft_token_map"))
+        if Path(directory) != BUNDLED_MODEL or not is_usual:
+            return load(directory, dtype, device, ranks, **options)
+        key = str((dtype, options))
+        if key not in loaded:
+            loaded[key] = load(directory, dtype, device, ranks, **options)
+        return copied(loaded[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "load_model", load_once)
+        yield
 
 
 @pytest.fixture(scope="session")
