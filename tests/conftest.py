@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -50,7 +51,18 @@ settings.register_profile("explore", settings.default, derandomize=False)
 settings.register_profile("repeatable", settings.default, derandomize=True)
 settings.load_profile("repeatable")
 
-LONGEST = ("test_supervision.py", "test_drafter_server.py")
+LONGEST = (
+    *("test_methods.py", "test_parallel.py", "test_disaggregation.py", "test_hand_overs.py", "test_drafters.py", "test_engine.py"),
+    *("test_supervision.py", "test_kill_matrix.py", "test_nodes.py", "test_gateway.py", "test_drafter_server.py", "test_faults.py"),
+)
+NAMES_OF_SERVERS = re.compile(r"\b(?:serve|servers|gateway|api)\b")
+"""What a file with tests that start servers has in it."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests that start servers are wanted, files without them are not imported: that takes longer than some of the tests."""
+    is_asked = config.option.markexpr == "serving" and collection_path.match("test_*.py")
+    return True if is_asked and not NAMES_OF_SERVERS.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,7 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "module", None), "serve", None) is serve or "servers" in getattr(item, "fixturenames", ()):
             item.add_marker("serving")
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+            assert NAMES_OF_SERVERS.search(item.path.read_text()), f"{item.path} is not collected where servers' tests are: NAMES_OF_SERVERS"
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 _frozen = 0
