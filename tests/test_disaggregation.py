@@ -1175,7 +1175,17 @@ def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> 
     prompts = prompts_of(llm_all, 3, seed=71)
     answers = [here.submit(prompt, greedy(4)) for prompt in prompts]
     wait_for(lambda: len(here.llm.engine.scheduler.fetches) == 3)
-    cluster.redis.client.flushall()
+    node, is_forgotten = here.nodes.node, threading.Event()
+    on_heartbeat = node._on_heartbeat
+
+    def forget(state: RedisState) -> None:
+        """Between two exchanges: in the middle of one it looks as if the other node alone were gone."""
+        if not is_forgotten.is_set():
+            cluster.redis.client.flushall()
+            is_forgotten.set()
+        on_heartbeat(state)
+
+    node._on_heartbeat = forget
     assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
     assert here.fallbacks == {"redis": 3}
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
