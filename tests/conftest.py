@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from hypothesis import settings
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.group import CHECK_ENDS_VARIABLE
+from backend.parallel.ranks import Ranks
+from backend.step import worker
 from backend.step.tensors import StepShape
 from deploy.demo import running_gateway
 from tests.servers import ServerPool, serve
@@ -47,7 +51,18 @@ settings.register_profile("explore", settings.default, derandomize=False)
 settings.register_profile("repeatable", settings.default, derandomize=True)
 settings.load_profile("repeatable")
 
-LONGEST = ("test_supervision.py", "test_drafter_server.py")
+LONGEST = (
+    *("test_methods.py", "test_parallel.py", "test_disaggregation.py", "test_hand_overs.py", "test_drafters.py", "test_engine.py"),
+    *("test_supervision.py", "test_kill_matrix.py", "test_nodes.py", "test_gateway.py", "test_drafter_server.py", "test_faults.py"),
+)
+NAMES_OF_SERVERS = re.compile(r"\b(?:serve|servers|gateway|api)\b")
+"""What a file with tests that start servers has in it."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests that start servers are wanted, files without them are not imported: that takes longer than some of the tests."""
+    is_asked = config.option.markexpr == "serving" and collection_path.match("test_*.py")
+    return True if is_asked and not NAMES_OF_SERVERS.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "module", None), "serve", None) is serve or "servers" in getattr(item, "fixturenames", ()):
             item.add_marker("serving")
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+            assert NAMES_OF_SERVERS.search(item.path.read_text()), f"{item.path} is not collected where servers' tests are: NAMES_OF_SERVERS"
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 _frozen = 0
@@ -98,6 +114,34 @@ def frozen_imports() -> Iterator[None]:
     yield
     if len(sys.modules) > _frozen + 200:
         freeze_imports()
+
+
+def copied(model: Any) -> Any:
+    """The same weights in parts of its own, which a test or an engine may change."""
+    own = copy.copy(model)
+    own.layers = [copy.copy(layer) for layer in model.layers]
+    for layer in own.layers:
+        layer.attention, layer.mlp = copy.copy(layer.attention), copy.copy(layer.mlp)
+    return own
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bundled_model_once() -> Iterator[None]:
+    """Engines of this process read the bundled model's file once for each of a few choices of options: there are hundreds of engines."""
+    load, loaded = worker.load_model, {}
+
+    def load_once(directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, **options: Any) -> Any:
+        is_usual = device.type == "cpu" and ranks.size == 1 and not any(options[name] for name in ("is_expert_parallel", "draft_token_map"))
+        if Path(directory) != BUNDLED_MODEL or not is_usual:
+            return load(directory, dtype, device, ranks, **options)
+        key = str((dtype, options))
+        if key not in loaded:
+            loaded[key] = load(directory, dtype, device, ranks, **options)
+        return copied(loaded[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "load_model", load_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.redis_server import RedisServer, redis_server
 
 WAIT_SECONDS = 60.0
-SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=7, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, seed=7, ignore_eos=True)
 
 
 def wait_for(condition: Callable[[], object], what: str = "") -> None:
@@ -169,7 +169,11 @@ def cluster(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clu
     own.close()
 
 
-def prompts_of(llm: LLM, count: int, seed: int, lengths: tuple[int, int] = (300, 900)) -> list[dict[str, list[int]]]:
+SMALL_STEPS = {"max_num_batched_tokens": 64, "max_batch_size": 8}
+"""Of nodes on which a prompt takes several."""
+
+
+def prompts_of(llm: LLM, count: int, seed: int, lengths: tuple[int, int] = (320, 480)) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": llm.engine.tokenizer.encode(p)} for p in code_prompts(count, lengths, seed=seed)]
 
 
@@ -623,10 +627,10 @@ def test_jobs_that_wait_are_counted(redis: RedisServer) -> None:
 
 def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
     """Many at once, by two prefill nodes; with what drafts were drawn from for `rejection`. Every method: tests/test_hand_overs.py."""
-    nodes = [cluster.make("prefill", engine={"max_num_batched_tokens": 256}) for _ in range(2)]
+    nodes = [cluster.make("prefill", engine=SMALL_STEPS) for _ in range(2)]
     here = cluster.make("decode")
     cluster.see(here, *nodes)
-    prompts = prompts_of(llm_all, 6, seed=41, lengths=(300, 1200))
+    prompts = prompts_of(llm_all, 6, seed=41, lengths=(320, 800))
     asked: list[tuple[dict[str, Any], SamplingParams]] = [
         ({"method": "ngram"}, greedy(10)),
         ({"method": "mtp", "verify_strategy": "rejection"}, dataclasses.replace(SAMPLED, n=2)),
@@ -648,7 +652,7 @@ def test_log_probabilities_of_another_request(cluster: Cluster, llm_all: LLM) ->
     there, here = cluster.make("prefill"), cluster.make("decode")
     cluster.see(here, there)
     there.take_no_jobs()
-    prompts = [{"prompt_token_ids": p["prompt_token_ids"][:70]} for p in prompts_of(llm_all, 4, seed=42)]
+    prompts = [{"prompt_token_ids": p["prompt_token_ids"][:70]} for p in prompts_of(llm_all, 4, seed=42, lengths=(400, 600))]
     answers = [here.submit(prompt, greedy(4, logprobs=number % 2 or None)) for number, prompt in enumerate(prompts)]
     wait_for(lambda: len(here.llm.engine.scheduler.fetches) == 4)
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
@@ -661,7 +665,7 @@ def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) ->
     nodes = [cluster.make("prefill") for _ in range(3)]
     here = cluster.make("decode", engine={"enable_prefix_caching": False})
     cluster.see(here, *nodes)
-    (prompt,) = prompts_of(llm_all, 1, seed=43, lengths=(2400, 2500))
+    (prompt,) = prompts_of(llm_all, 1, seed=43, lengths=(1200, 1250))
     ids = prompt["prompt_token_ids"]
     for number in range(4):
         here.generate([{"prompt_token_ids": [*ids, *range(10 + number, 90)]}], greedy(4))
@@ -684,13 +688,13 @@ def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) ->
 
 
 def test_pages_are_read_while_the_prompt_is_computed(cluster: Cluster, llm_all: LLM) -> None:
-    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}), cluster.make("decode")
+    there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode")
     cluster.see(here, there)
     told: list[tuple[str, int]] = []
     assert here.nodes.fetcher is not None
     take = here.nodes.fetcher.on_message
     here.nodes.fetcher.on_message = lambda m: (told.append((m.kind, len(m.page_ids))), take(m))[1]  # type: ignore[method-assign]
-    (prompt,) = prompts_of(llm_all, 1, seed=44, lengths=(2450, 2500))
+    (prompt,) = prompts_of(llm_all, 1, seed=44, lengths=(1200, 1250))
     here.generate([prompt], greedy(4))
     pages = [count for kind, count in told if kind in ("pages", "done")]
     assert len(pages) >= 3 and told[-1][0] == "done" and pages[-1] > 0, told
@@ -751,10 +755,10 @@ def test_reads_wait_for_steps_that_were_under_way(cluster: Cluster, llm_all: LLM
 
 def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> None:
     """Two ranks on each node: tokens are those of one, with what drafts were drawn from on both; a node of one rank is told apart."""
-    two = {"parallel_config": {"tensor_parallel_size": 2}, "max_num_batched_tokens": 256, "max_batch_size": 16}
+    two = {"parallel_config": {"tensor_parallel_size": 2}, **SMALL_STEPS}
     there, here = (cluster.make(role, engine=two) for role in ("prefill", "decode"))
     cluster.see(here, there)
-    prompts = prompts_of(llm_all, 3, seed=47, lengths=(300, 1200))
+    prompts = prompts_of(llm_all, 3, seed=47, lengths=(320, 800))
     for number, choice in enumerate(({"method": "ngram"}, {"method": "mtp", "verify_strategy": "rejection"})):
         own = [{"prompt_token_ids": [4 + number, *p["prompt_token_ids"]]} for p in prompts]
         assert here.generate(own, SAMPLED, choice) == expect(llm_all, own, SAMPLED, choice)
@@ -843,7 +847,7 @@ def test_a_wrong_password(tmp_path: Path, cluster: Cluster, llm_all: LLM) -> Non
 
 def in_flight(here: One, there: One, llm_all: LLM, seed: int, act: Callable[[], object], count: int = 4) -> None:
     """Prompts whose tokens are right although `act` comes while they are computed elsewhere: before the third step of it."""
-    prompts = prompts_of(llm_all, count, seed=seed, lengths=(2000, 2500))
+    prompts = prompts_of(llm_all, count, seed=seed, lengths=(700, 800))
     expected = expect(llm_all, prompts, SAMPLED)
     worker, begin, steps = there.llm.engine.worker, there.llm.engine.worker.begin, itertools.count()
     is_there, has_acted = threading.Event(), threading.Event()
@@ -869,7 +873,7 @@ def in_flight(here: One, there: One, llm_all: LLM, seed: int, act: Callable[[], 
 
 
 def test_redis_killed_and_started_empty(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
-    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}, lease_seconds=5), cluster.make("decode")
+    there, here = cluster.make("prefill", engine=SMALL_STEPS, lease_seconds=5), cluster.make("decode")
     cluster.see(here, there)
     in_flight(here, there, llm_all, 56, redis.kill)
     assert here.fallbacks.get("redis", 0) > 0
@@ -899,7 +903,7 @@ def test_redis_that_answers_nobody(redis: RedisServer, cluster: Cluster, llm_all
 
 
 def test_a_prefill_node_that_leaves_ends_its_jobs(cluster: Cluster, llm_all: LLM) -> None:
-    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}), cluster.make("decode")
+    there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode")
     cluster.see(here, there)
     in_flight(here, there, llm_all, 60, there.nodes.leave)
     assert here.num_fetched > 0
@@ -1164,7 +1168,7 @@ def test_a_job_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
 
 def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     """Redis was full for a moment, or a connection broke: what comes after it is not taken for what it was."""
-    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 64, "max_batch_size": 8}), cluster.make("decode", job_seconds=3600)
+    there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode", job_seconds=3600)
     cluster.see(here, there)
     tell, lost = there.prefill._tell, []
 
@@ -1191,7 +1195,17 @@ def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> 
     prompts = prompts_of(llm_all, 3, seed=71)
     answers = [here.submit(prompt, greedy(4)) for prompt in prompts]
     wait_for(lambda: len(here.llm.engine.scheduler.fetches) == 3)
-    cluster.redis.client.flushall()
+    node, is_forgotten = here.nodes.node, threading.Event()
+    on_heartbeat = node._on_heartbeat
+
+    def forget(state: RedisState) -> None:
+        """Between two exchanges: in the middle of one it looks as if the other node alone were gone."""
+        if not is_forgotten.is_set():
+            cluster.redis.client.flushall()
+            is_forgotten.set()
+        on_heartbeat(state)
+
+    node._on_heartbeat = forget
     assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
     assert here.fallbacks == {"redis": 3}
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
@@ -1258,7 +1272,7 @@ def test_drafts_whose_distribution_has_no_room(cluster: Cluster, llm_all: LLM) -
         return made
 
     transfer.read, transfer.is_done = note, lambda one: one not in hung and is_done(one)  # type: ignore[method-assign]
-    prompts, choice = prompts_of(llm_all, 2, seed=75), {"method": "mtp", "verify_strategy": "rejection"}
+    prompts, choice = prompts_of(llm_all, 2, seed=75, lengths=(300, 900)), {"method": "mtp", "verify_strategy": "rejection"}
     assert here.generate(prompts[:1], SAMPLED, choice) == expect(llm_all, prompts[:1], SAMPLED, choice)
     assert here.fallbacks == {"transfer": 1}
     other = cluster.make("prefill")
@@ -1299,9 +1313,9 @@ def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:
 
 def test_requests_that_end_while_they_are_fetched(cluster: Cluster, llm_all: LLM) -> None:
     """Cancelled, or late: on both nodes nothing is left of them, also of those that were never taken."""
-    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}), cluster.make("decode")
+    there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode")
     cluster.see(here, there)
-    prompts = prompts_of(llm_all, 9, seed=65, lengths=(2000, 2500))
+    prompts = prompts_of(llm_all, 9, seed=65, lengths=(700, 800))
     # Those that are ended have long answers, which do not come to their end before that.
     answers = [here.submit(p, greedy(1000 if number % 3 else 4), timeout=0.1 if number % 3 == 2 else None) for number, p in enumerate(prompts)]
     for answer in answers[1::3]:

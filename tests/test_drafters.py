@@ -36,7 +36,7 @@ from training.drafters import Options
 from training.drafters.mtp import Mtp as TrainedMtp
 from training.target import Target
 
-PROMPTS = code_prompts(4, (60, 200), seed=9)
+PROMPTS, TOKENS = code_prompts(4, (60, 200), seed=9), 20
 
 
 def collect(engine: Engine, prompts: list[str], params: SamplingParams) -> list[list[int]]:
@@ -52,7 +52,7 @@ def collect(engine: Engine, prompts: list[str], params: SamplingParams) -> list[
 
 @pytest.fixture(scope="module")
 def plain(llm_plain) -> list[list[int]]:
-    return collect(llm_plain.engine, PROMPTS, greedy(40))
+    return collect(llm_plain.engine, PROMPTS, greedy(TOKENS))
 
 
 class Service:
@@ -106,18 +106,18 @@ def make_engine(service: Service, **options) -> Engine:
 @pytest.mark.parametrize("fault", ["unreachable", "broken"])
 def test_a_drafter_that_fails_leaves_plain_decoding_and_is_used_again(service, plain, fault, caplog):
     engine = make_engine(service)
-    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     accepted = engine.metrics.accepted_tokens["mtp"]
     assert accepted > 0 and service.num_opened == 1
     service.fault = fault
     with caplog.at_level(logging.WARNING):
-        assert collect(engine, PROMPTS, greedy(40)) == plain
+        assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     assert engine.metrics.accepted_tokens["mtp"] == accepted
     faults = engine.drafters.faults
     assert faults.failures["mtp"] > 0 and faults.undrafted["mtp"] >= faults.failures["mtp"]
     assert sum("goes on without drafts" in r.message for r in caplog.records) == 1, "one warning, not one a step"
     service.fault = ""
-    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     assert engine.metrics.accepted_tokens["mtp"] == 2 * accepted, "all that it had forgotten was shown to it again"
     assert service.num_opened > 1
 
@@ -125,7 +125,7 @@ def test_a_drafter_that_fails_leaves_plain_decoding_and_is_used_again(service, p
 def test_a_drafter_that_comes_back_in_the_middle_of_a_request(service, plain):
     engine = make_engine(service)
     outputs: list[int] = []
-    engine.submit(PROMPTS[0], greedy(40), lambda d: outputs.extend(d.token_ids), request_id="0")
+    engine.submit(PROMPTS[0], greedy(TOKENS), lambda d: outputs.extend(d.token_ids), request_id="0")
     service.fault = "unreachable"
     while len(outputs) < 10:
         engine.step()
@@ -144,7 +144,7 @@ def test_a_dead_drafter_is_not_asked_every_step(monkeypatch, plain):
     monkeypatch.setattr(remote, "RETRY_SECONDS", 3600.0)
     engine = make_engine(service)
     service.fault = "unreachable"
-    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     assert service.num_calls == 1 and engine.drafters.faults.undrafted["mtp"] > 30
 
 
@@ -155,7 +155,7 @@ def test_a_dead_drafter_is_not_asked_every_step(monkeypatch, plain):
 def test_bad_proposals_are_refused_and_said(service, plain, fault, message, caplog):
     engine = make_engine(service)
     service.fault = fault
-    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     assert engine.metrics.draft_tokens["mtp"] == 0
     assert engine.drafters.faults.invalid["mtp"] > 0
     assert any(message in r.message and "request" in r.message for r in caplog.records)
@@ -164,7 +164,7 @@ def test_bad_proposals_are_refused_and_said(service, plain, fault, message, capl
 def test_a_drafter_may_propose_nothing(service, plain):
     engine = make_engine(service)
     service.fault = "nothing"
-    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     assert engine.metrics.draft_tokens["mtp"] == 0 and not engine.drafters.faults.invalid
 
 
@@ -188,7 +188,7 @@ def test_any_drafter_on_the_host_may_raise(llm_all, llm_ahead, plain, monkeypatc
     outputs: list[list[int]] = [[] for _ in PROMPTS]
     for i, prompt in enumerate(PROMPTS):
         own = choice if i % 2 else {"method": "ngram"}
-        engine.submit(prompt, greedy(40), lambda d: outputs[int(d.request_id)].extend(d.token_ids), request_id=str(i), speculative=own)
+        engine.submit(prompt, greedy(TOKENS), lambda d: outputs[int(d.request_id)].extend(d.token_ids), request_id=str(i), speculative=own)
     while engine.step():
         pass
     engine.scheduler.check()
@@ -219,7 +219,7 @@ def test_backlogs_longer_than_a_call_are_taken_in_parts(service, plain, monkeypa
     """The bound is the drafter's own: the decoding batch's budget has nothing to do with it."""
     monkeypatch.setattr(remote, "MAX_TOKENS", 24)
     engine = make_engine(service, max_num_batched_tokens=512)
-    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     assert max(service.caught_up) <= 24 < max(len(engine.tokenizer.encode(p)) for p in PROMPTS)
     assert engine.metrics.accepted_tokens["mtp"] > 0
 
@@ -238,7 +238,7 @@ def test_a_drafter_that_is_too_slow_for_a_backlog_gets_shorter_ones(service, pla
     monkeypatch.setattr(service, "draft", limited)
     monkeypatch.setattr(remote, "SLOW_SECONDS", 0.0)
     engine = make_engine(service)
-    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert collect(engine, PROMPTS, greedy(TOKENS)) == plain
     assert 0 < num_failures < 12 and engine.metrics.accepted_tokens["mtp"] > 0
 
 

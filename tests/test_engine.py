@@ -17,14 +17,14 @@ from backend.step.worker import Launched
 from tests.conftest import code_prompts, greedy
 from tests.models import make_tiny
 
-NEW_TOKENS = 32
+NEW_TOKENS = 16
 UNPACED = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 """Drafts that do not depend on the clock."""
 
 
 @pytest.fixture(scope="module")
 def prompts(llm_ngram) -> list[list[int]]:
-    return [llm_ngram.engine.tokenizer.encode(p) for p in code_prompts(24)]
+    return [llm_ngram.engine.tokenizer.encode(p) for p in code_prompts(12)]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_drafts_are_not_held_against_rows_of_prompts(llm_all, monkeypatch):
     monkeypatch.setattr(engine.planner, "plan", lambda batch: batches.append(batch) or plan(batch))
     short, long = [engine.tokenizer.encode(code_prompts(1, size, seed=21)[0]) for size in ((200, 300), (1500, 1600))]
     for name, prompt in (("short", short), ("long", [9, *long])):
-        engine.submit(prompt, greedy(24), lambda delta: None, request_id=name, speculative={"method": "ngram"})
+        engine.submit(prompt, greedy(12), lambda delta: None, request_id=name, speculative={"method": "ngram"})
         engine.step()
         engine.step()
     while engine.step():
@@ -109,13 +109,13 @@ def test_a_drafter_that_was_not_worth_its_time_at_the_prompt_catches_up(llm_plai
 
         monkeypatch.setattr(engine.planner, "plan", note)
         for turn in ("cold", "cached"):
-            outputs = [r.outputs[0] for r in llm.generate(inputs, greedy(24), use_tqdm=False)]
+            outputs = [r.outputs[0] for r in llm.generate(inputs, greedy(12), use_tqdm=False)]
             found[max_lag, turn] = [(o.token_ids, o.stats.as_dict()) for o in outputs]
             assert all(o.stats.drafts for o in outputs)
         assert [rows[count] > 0 for count in (90, 500)] == [max_lag == 0, max_lag == 0] and rows[900] > 300
         engine.scheduler.check()
     assert found[512, "cold"] == found[0, "cold"] and found[512, "cached"] == found[0, "cached"]
-    assert [ids for ids, _ in found[0, "cold"]] == [r.outputs[0].token_ids for r in llm_plain.generate(inputs, greedy(24), use_tqdm=False)]
+    assert [ids for ids, _ in found[0, "cold"]] == [r.outputs[0].token_ids for r in llm_plain.generate(inputs, greedy(12), use_tqdm=False)]
 
 
 def test_more_completions_than_may_be_open(tmp_path):

@@ -126,8 +126,8 @@ CHOICES = [
 FORM = {"regex": r"self\.(width|height) = [0-9]{3}\n(    return [a-z_.]{3,12}\n){2}"}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "ignore_eos": True}
 PARAMETERS = {
-    "greedy": greedy(16),
-    "penalties": SamplingParams(max_tokens=16, presence_penalty=0.7, repetition_penalty=1.1, frequency_penalty=0.3, **SAMPLED),
+    "greedy": greedy(10),
+    "penalties": SamplingParams(max_tokens=10, presence_penalty=0.7, repetition_penalty=1.1, frequency_penalty=0.3, **SAMPLED),
     "logprobs": SamplingParams(max_tokens=8, logprobs=3, logit_bias={40: 1.5}, min_tokens=4, **SAMPLED),
     "n": SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=5, ignore_eos=True),
     "one": greedy(1),

@@ -73,7 +73,7 @@ def test_tokens_are_those_of_one_rank(llm_two: LLM) -> None:
 
 def test_masks_follow_to_ranks_that_launch_ahead(llm_two: LLM) -> None:
     """A request's masks come to them when its step is under way already; in one batch with the others."""
-    requests = [(prompt, choice, {**sampling, "ignore_eos": True, "max_tokens": 24}) for choice, sampling in CASES for prompt in PROMPTS[:2]]
+    requests = [(prompt, choice, {**sampling, "ignore_eos": True, "max_tokens": 16}) for choice, sampling in CASES for prompt in PROMPTS[:2]]
     ahead = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, async_scheduling=True)
     sent, send = [], ahead.engine.group.send_masks
     ahead.engine.group.send_masks = lambda masks: sent.append(len(masks)) or send(masks)
@@ -323,11 +323,12 @@ def test_ranks_that_decide_differently_are_an_error(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("max_tokens", "wrong", "checks_ends"), [(300, 200, "0"), (24, 10, "1")], ids=["by number of steps", "at a request's end"])
 def test_a_rank_that_decides_differently_is_found(
-    max_tokens: int, wrong: int, checks_ends: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    max_tokens: int, wrong: int, checks_ends: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its step is named, with the plan of it, and every open request has an error."""
     monkeypatch.setenv(CHECK_ENDS_VARIABLE, checks_ends)
-    llm = LLM(tensor_parallel_size=2, num_threads=1, speculative_config={"method": "none"})
+    make_model(Case("llama", config={"max_position_embeddings": 512}), tmp_path)
+    llm = LLM(str(tmp_path), tensor_parallel_size=2, num_threads=1, kv_cache_memory="2MiB", speculative_config={"method": "none"})
     worker, begin, counts = llm.engine.worker, llm.engine.worker.begin, [0]
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True)
 
@@ -339,7 +340,7 @@ def test_a_rank_that_decides_differently_is_found(
 
     worker.begin = begin_wrongly  # type: ignore[method-assign]
     with pytest.raises(EngineError, match=rf"the ranks decided differently in step {wrong // 10}[0-9], "):
-        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        llm.generate({"prompt_token_ids": random_tokens(30)}, params, use_tqdm=False)
     assert "was: 1 rows, 0 of prompts" in caplog.text
     llm.close()
 
