@@ -27,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
 PLAIN = {"method": "none"}
 WAYS = {"waiting": "llm_all", "ahead": "llm_ahead"}
 """When the next step is planned: the engines' fixtures."""
-TOKENS = 12
+TOKENS = 14
 
 
 def mixed(index: int, **options) -> SamplingParams:
@@ -170,7 +170,7 @@ def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, nam
     assert (own.engine.metrics.preemptions > 0) == ("kv_cache_memory" in options)
     stats = [o.stats for i, o in enumerate(outputs) if choices[i % len(choices)]["method"] == "mtp"]
     drafts, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    assert drafts > 150 and accepted / drafts > 0.35, "drafts were made from the wrong states"
+    assert drafts > 200 and accepted / drafts > 0.35, "drafts were made from the wrong states"
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
