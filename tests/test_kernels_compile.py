@@ -38,7 +38,7 @@ DEFINES = {
     "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},
     "ngram": {"THREADS": 512},
     "prompt_attention": {"ELEMENT": "__nv_bfloat16", "HEAD": 128, "VALUE": 128, "PAGE": 16},
-    "route": {"ELEMENT": "__nv_bfloat16", "TOKENS": 1},
+    "route": {"ELEMENT": "__nv_bfloat16", "TOKENS": 1, "MANY": 0},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
     "scattered": {"ELEMENT": "__nv_bfloat16", "RANKS": 4},
     "prompt_linear": {"ELEMENT": "__nv_bfloat16", "CODES": 0, "WIDTH": 192, "GATED": 1, "GROUPED": 1, "STAGES": 5},
