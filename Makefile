@@ -13,7 +13,7 @@ serve:
 	@model=$$(.venv/bin/python -m deploy.sample_models $(MODEL)) && \
 	exec setpriv --pdeathsig TERM .venv/bin/foretoken serve $${model:+"$$model" --speculative-config '{"method":"ngram","num_speculative_tokens":5}' --served-model-name $(MODEL) foretoken} --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
 
-# Tests wait for much (processes that start, signs of life, time limits): three at a time keep two cores busy, and of servers' tests four.
+# Tests wait for much (processes that start, signs of life, time limits): three at a time keep two cores busy. Four of servers' were not faster.
 # Bytecode is kept, whatever the environment says: tests start hundreds of processes. Idle OpenMP threads sleep at once: there are always others.
 test: export PYTHONDONTWRITEBYTECODE =
 test: export GOMP_SPINCOUNT = 2000
@@ -21,7 +21,7 @@ test:
 	@deploy/setup.sh test
 	@.venv/bin/python -m pytest tests/gpu; status=$$?; \
 	.venv/bin/python -m pytest -m "not serving" --ignore=tests/gpu -n 3 --dist loadfile --no-loadscope-reorder || status=1; \
-	.venv/bin/python -m pytest -m serving --ignore=tests/gpu -n 4 --dist loadfile --no-loadscope-reorder || status=1; \
+	.venv/bin/python -m pytest -m serving --ignore=tests/gpu -n 3 --dist loadfile --no-loadscope-reorder || status=1; \
 	exit $$status
 
 # MINUTES=60 for longer; other options: `.venv/bin/python -m tests.soak --help`.
