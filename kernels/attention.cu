@@ -12,7 +12,7 @@
 #else
 #include "attention_output.cuh"
 
-// Code that is unrolled is fetched anew with each layer, which few items, shared by a cluster, feel.
+// As in small_code.cuh: few items, shared by a cluster, feel it.
 #if CLUSTER > 1
 #define SMALL_CODE _Pragma("unroll 1")
 #else

@@ -26,14 +26,8 @@
 #define CLUSTER SPLIT
 #include "cluster.cuh"
 #include "pipeline.cuh"
+#include "small_code.cuh"
 #include "wgmma.cuh"
-
-// Code that is unrolled is fetched anew with each layer, which products of few rows feel.
-#if ROWS <= 8
-#define SMALL_CODE _Pragma("unroll 1")
-#else
-#define SMALL_CODE
-#endif
 
 using Element = ELEMENT;
 #include "product_output.cuh"

@@ -22,15 +22,9 @@
 #include "cluster.cuh"
 #include "mma.cuh"
 #include "pipeline.cuh"
+#include "small_code.cuh"
 #include "wgmma.cuh"
 #include "wide_quantized_layout.cuh"
-
-// As in wide_linear.cu.
-#if ROWS <= 8
-#define SMALL_CODE _Pragma("unroll 1")
-#else
-#define SMALL_CODE
-#endif
 
 template <int NUMBER, int COUNT>
 __device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory"); }
