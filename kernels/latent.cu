@@ -29,7 +29,8 @@ constexpr int HELD = 4;  // numbers of a latent, a thread's, that are asked for 
 
 // A block of column 0 normalises a token's latent, turns its key and writes both to their slot, unless that is negative; the others turn the last
 // numbers of the queries' heads in place, THREADS pairs each. cos and sin [T, dim]; pages: entries of rank + dim numbers. Factors: of
-// codes, what keys and latents are multiplied with. But for queries and latents all is older than the kernel ahead, and asked for before that has ended.
+// codes, what keys and latents are multiplied with: the first prompts may make them. Slots, angles and the norm are older than the kernel ahead, and
+// asked for before that has ended.
 extern "C" __global__ void __launch_bounds__(THREADS)
     append_latent(Held* pages, Element* query, const Element* latents, const Element* norm_weight, const Element* cos, const Element* sin, const int* slots,
                   const float* key_factor, const float* latent_factor, LatentSizes sizes) {
@@ -50,7 +51,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int64_t slot = slots[static_cast<int64_t>(token) * sizes.slot_words];  // below 2^31 whatever its type: of an int64 the low word is read
     const Element* source = latents + static_cast<size_t>(token) * sizes.latent_stride;
     Held* target = pages + slot * (sizes.rank + sizes.dim);
-    const float of_key = key_factor ? *key_factor : 1, of_latent = latent_factor ? *latent_factor : 1;
     const int own = min(thread, half - 1);
     const Turn turn(cos, sin, own, half);
     Element factors[HELD], values[HELD];
@@ -58,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int j = 0; j < HELD; ++j) factors[j] = norm_weight[min(thread + j * THREADS, sizes.rank - 1)];
     wait_for_earlier();
     if (slot < 0) return;
+    const float of_key = key_factor ? *key_factor : 1, of_latent = latent_factor ? *latent_factor : 1;
     const Element low = source[sizes.rank + own], high = source[sizes.rank + own + half];
 #pragma unroll
     for (int j = 0; j < HELD; ++j) values[j] = source[min(thread + j * THREADS, sizes.rank - 1)];

@@ -105,7 +105,7 @@ def test_the_drafter_is_small(root):
 
 def test_the_drafter_is_as_good_as_its_card_says(llm_all):
     """Greedy, three steps, after code of the standard library that neither model has seen (the card's figures are of more, and longer, answers)."""
-    outputs = [r.outputs[0] for r in llm_all.generate(code_prompts(16, (200, 1600), seed=11), greedy(160), use_tqdm=False)]
+    outputs = [r.outputs[0] for r in llm_all.generate(code_prompts(32, (200, 1600), seed=11), greedy(160), use_tqdm=False)]
     drafts = sum(o.stats.drafts for o in outputs)
     first = sum(o.stats.accepted_per_position[0] for o in outputs) / drafts
     length = 1 + sum(o.stats.accepted for o in outputs) / drafts
