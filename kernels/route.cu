@@ -20,7 +20,7 @@ constexpr int AHEAD = 8;  // pieces of 16 bytes, a thread's, of an expert's weig
 // Warps that read a row, at most and here; of the parts in which its squares are added up, a warp's; and a thread's pieces that are on their way at once.
 constexpr int ROW_WARPS = 4, PER_ROW = WARPS / TOKENS < ROW_WARPS ? WARPS / TOKENS : ROW_WARPS, GROUPS = ROW_WARPS / PER_ROW, HELD = 16 / PER_ROW;
 // Short code for few tokens: see above. Many blocks of tokens are bound by what they compute.
-constexpr int TOKENS_AT_ONCE = MANY ? TOKENS : TOKENS < 2 ? 1 : 2, PIECES_AT_ONCE = MANY ? 4 : 1;
+constexpr int PIECES_AT_ONCE = MANY ? 4 : 1;
 
 struct Best {
     float value;
@@ -125,9 +125,39 @@ __device__ int choose(int64_t* experts, float* weights, const float* scores, con
     return expert;
 }
 
+__device__ __forceinline__ void add_products(float4& sums, const Element* values, const float4& w) {
+    Element v[4];
+    if constexpr (sizeof(Element) == 4) *reinterpret_cast<uint4*>(v) = *reinterpret_cast<const uint4*>(values);
+    else *reinterpret_cast<uint2*>(v) = *reinterpret_cast<const uint2*>(values);
+    sums.x = fmaf(to_float(v[0]), w.x, sums.x), sums.y = fmaf(to_float(v[1]), w.y, sums.y);
+    sums.z = fmaf(to_float(v[2]), w.z, sums.z), sums.w = fmaf(to_float(v[3]), w.w, sums.w);
+}
+
+// A warp's sums for N tokens, each as sum_warp adds it: that of token lane / (32 / N). Lanes give each other what the other goes on with.
+template <int N>
+__device__ __forceinline__ float sum_tokens(const float4 (&sums)[N], int lane) {
+    float values[N];
+#pragma unroll
+    for (int t = 0; t < N; ++t) values[t] = (sums[t].x + sums[t].y) + (sums[t].z + sums[t].w);
+    int offset = 16;
+#pragma unroll
+    for (int half = N / 2; half; half /= 2, offset /= 2) {
+        const bool is_upper = lane & offset;
+#pragma unroll
+        for (int t = 0; t < half; ++t) {
+            const float given = is_upper ? values[t] : values[t + half];
+            values[t] = (is_upper ? values[t + half] : values[t]) + __shfl_xor_sync(~0u, given, offset);
+        }
+    }
+#pragma unroll
+    for (; offset; offset /= 2) values[0] += __shfl_xor_sync(~0u, values[0], offset);
+    return values[0];
+}
+
 // scores [T, E]; x [T, hidden] or null; norm_weight [hidden] or null: rows of x are normalised before, and written to normed [T, hidden]; gate
 // [E, hidden] float32; correction [E] or null; experts and weights [T, k]; lists: ExpertLists, or null; counters: zeros, one for each block's
-// tokens and one more. Grid: warps / 8 (1 without x), tokens / TOKENS. Shared memory: up to TOKENS rows of x, 2 x 8 x E floats, and 2 num_own ints.
+// tokens and one more. Grid: warps / 8 (1 without x), tokens / TOKENS. Shared memory: TOKENS rows of x and the
+// norm's weights, or 2 x 8 x E floats, or 2 num_own ints.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     route(int64_t* experts, float* weights, float* scores, Element* normed, int* lists, const Element* x, const Element* norm_weight, const float* gate,
           const float* correction, int* counters, RouteSizes sizes) {
@@ -217,31 +247,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             }
         }
         __syncthreads();
+        // A weight is for all tokens while it is there; the next part's take the places of those that were used. Rows that are not there add to nobody's sums.
+        const int end = part + num_parts / split;
+        float total = 0;
 #pragma unroll 1
-        for (int p = part; p < part + num_parts / split; ++p) {
-            if (p > part)
+        for (int p = part; p < end; ++p) {
+            float4 sums[TOKENS] = {};
+            auto add = [&](int piece, const float4& w) {
+                if (piece >= num_pieces) return;
 #pragma unroll
-                for (int i = 0; i < AHEAD; ++i) ahead[i] = __ldg(own + min((i * num_parts + p) * 32 + lane, num_pieces - 1));
-#pragma unroll TOKENS_AT_ONCE
-            for (int t = 0; t < count; ++t) {
-                const Element* values = rows + static_cast<size_t>(t) * sizes.hidden_size;
-                float4 sums = {};
-                auto add = [&](int piece, float4 w) {
-                    if (piece >= num_pieces) return;
-                    Element v[4];
-                    if constexpr (sizeof(Element) == 4) *reinterpret_cast<uint4*>(v) = *reinterpret_cast<const uint4*>(values + piece * 4);
-                    else *reinterpret_cast<uint2*>(v) = *reinterpret_cast<const uint2*>(values + piece * 4);
-                    sums.x = fmaf(to_float(v[0]), w.x, sums.x), sums.y = fmaf(to_float(v[1]), w.y, sums.y);
-                    sums.z = fmaf(to_float(v[2]), w.z, sums.z), sums.w = fmaf(to_float(v[3]), w.w, sums.w);
-                };
+                for (int t = 0; t < TOKENS; ++t) add_products(sums[t], rows + static_cast<size_t>(t) * sizes.hidden_size + piece * 4, w);
+            };
 #pragma unroll
-                for (int i = 0; i < AHEAD; ++i) add((i * num_parts + p) * 32 + lane, ahead[i]);
-#pragma unroll 1
-                for (int piece = (AHEAD * num_parts + p) * 32 + lane; piece < num_pieces; piece += 32 * num_parts) add(piece, __ldg(own + piece));
-                const float sum = sum_warp((sums.x + sums.y) + (sums.z + sums.w));
-                if (lane == 0) partial[warp][t] = p > part ? partial[warp][t] + sum : sum;
+            for (int i = 0; i < AHEAD; ++i) {
+                const float4 w = ahead[i];
+                if (p + 1 < end) ahead[i] = __ldg(own + min((i * num_parts + p + 1) * 32 + lane, num_pieces - 1));
+                add((i * num_parts + p) * 32 + lane, w);
             }
+#pragma unroll 1
+            for (int piece = (AHEAD * num_parts + p) * 32 + lane; piece < num_pieces; piece += 32 * num_parts) add(piece, __ldg(own + piece));
+            total += sum_tokens(sums, lane);
         }
+        if (lane % (32 / TOKENS) == 0) partial[warp][lane / (32 / TOKENS)] = total;
         __syncthreads();
         if (threadIdx.x < own_experts * TOKENS) {
             const int e = threadIdx.x / TOKENS, t = threadIdx.x % TOKENS, number = blockIdx.x * own_experts + e;

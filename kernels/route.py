@@ -122,7 +122,8 @@ def route_tokens(
         shares = scores.sigmoid() if is_sigmoid else scores.softmax(dim=-1)
         return Routing(x, *reference.route(shares, num_chosen, correction=correction, **rule, min_sum=min_sum, scale=scale))
     device = x.device
-    shared = max((min(num_tokens, TOKENS) + (norm is not None)) * hidden * x.element_size(), shared_for_choice)
+    few = next((few for few in FEW if num_tokens <= few), TOKENS)
+    shared = max((few + (norm is not None)) * hidden * x.element_size(), shared_for_choice)
     is_scored = (
         num_tokens <= MAX_SCORED
         and hidden % 8 == 0
@@ -147,7 +148,7 @@ def route_tokens(
     experts = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=device)
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=device)
     shared = shared if is_scored else shared_for_choice
-    tokens = next((few for few in FEW if is_scored and num_tokens <= few), TOKENS)
+    tokens = few if is_scored else TOKENS
     defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[x.dtype], "TOKENS": tokens, "MANY": int(num_tokens > tokens)}
     kernel = load(device, "route", "route", defines, gpu_of(device).block_memory - STATIC_SHARED, programmatic=True)
     num_parts = next((n for n in (1, 2, 4) if hidden <= n * AHEAD), WARPS)
