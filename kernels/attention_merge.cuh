@@ -38,15 +38,21 @@ struct Partials {
 // Eight columns of a row, merged from partial results.
 struct Merged {
     float peak = -INFINITY, total = 0, sums[8] = {};
-    // Adds `count` pieces, four at a time so that their loads overlap.
-    __device__ __forceinline__ void add(const Partials& partials, int first_piece, int count, int rank, int row, int column) {
+    // Adds those of `count` pieces that are `first`, first + step and so on, four at a time so that their loads overlap. GUARDED: where few are there,
+    // others are not asked for.
+    template <bool GUARDED = false>
+    __device__ __forceinline__ void add(const Partials& partials, int first_piece, int count, int rank, int row, int column, int first = 0, int step = 1) {
         constexpr int BATCH = 4;
-        for (int begin = 0; begin < count; begin += BATCH) {
+        for (int begin = first; begin < count; begin += BATCH * step) {
             float2 stats[BATCH];
             float4 low[BATCH], high[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                const int piece = piece_at(first_piece, min(begin + i, count - 1));
+                if (GUARDED && begin + i * step >= count) {
+                    stats[i] = make_float2(-INFINITY, 0), low[i] = high[i] = make_float4(0, 0, 0, 0);
+                    continue;
+                }
+                const int piece = piece_at(first_piece, min(begin + i * step, count - 1));
                 stats[i] = __ldcg(partials.stat(piece, rank, row));
                 low[i] = __ldcg((const float4*)(partials.sum(piece, row) + column));
                 high[i] = __ldcg((const float4*)(partials.sum(piece, row) + column) + 1);
@@ -61,12 +67,20 @@ struct Merged {
             for (int c = 0; c < 8; ++c) sums[c] *= old;
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                const float weight = begin + i < count ? exp2f(stats[i].x - reference) : 0;
+                const float weight = begin + i * step < count ? exp2f(stats[i].x - reference) : 0;
                 total += stats[i].y * weight;
                 sums[0] += low[i].x * weight, sums[1] += low[i].y * weight, sums[2] += low[i].z * weight, sums[3] += low[i].w * weight;
                 sums[4] += high[i].x * weight, sums[5] += high[i].y * weight, sums[6] += high[i].z * weight, sums[7] += high[i].w * weight;
             }
         }
+    }
+    // Adds what another thread has merged.
+    __device__ __forceinline__ void add(const Merged& other) {
+        const float larger = fmaxf(peak, other.peak), reference = larger == -INFINITY ? 0 : larger;
+        const float own = exp2f(peak - reference), others = exp2f(other.peak - reference);
+        peak = larger, total = total * own + other.total * others;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) sums[c] = sums[c] * own + other.sums[c] * others;
     }
     __device__ __forceinline__ void store(Number* target) const {
         const float inverse = 1 / total;

@@ -66,6 +66,12 @@ def append_latent(
     )
 
 
+def is_head_weight(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels read weight [H, N, K] as it lies."""
+    (_, out_size, in_size), is_aligned = weight.shape, weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
+    return weight.dtype == dtype and out_size % TILE == 0 and weight.stride()[1:] == (in_size, 1) and is_aligned
+
+
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Of each head x [T, H, K] times weight [H, N, K] transposed -> [T, H, N]. Heads of x, and tokens, may lie any multiple of 16 bytes apart.
 
@@ -81,15 +87,12 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         and num_tokens > 0
         and x.dtype in (torch.bfloat16, torch.float16)
         and in_size % STEP == 0
-        and out_size % TILE == 0
         and steps <= MAX_STEPS
         and x.stride(2) == 1
         and x.stride(0) % 8 == 0
         and x.stride(1) % 8 == 0
         and x.data_ptr() % 16 == 0
-        and weight.stride()[1:] == (in_size, 1)
-        and weight.stride(0) % 8 == 0
-        and weight.data_ptr() % 16 == 0
+        and is_head_weight(weight, x.dtype)
     )
     if not is_known:
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).contiguous()

@@ -215,20 +215,96 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Merges what several workers have of a token's heads. Grid: tokens from first_token on, and as many heads as a block has room for; a thread has eight columns.
-extern "C" __global__ void __launch_bounds__(THREADS) merge_latents(Number* out, float* partial_sums, float2* partial_stats, const int4* token_places,
-                                                                    const int2* segment_pieces, int first_token) {
+constexpr int PER_HEAD = HEAD_DIM / 8;  // threads, of eight columns each
+
+// What several workers have of a row, by `num_parts` threads of a block, `apart` from each other, who share the pieces: the first of them gets it all.
+// Every thread of the block calls this; those with another part have nothing to do. rest: shared memory.
+__device__ __forceinline__ Merged merge_shared(const Partials& partials, int2 pieces, int row, int column, int part, int num_parts, int apart, Merged* rest) {
+    Merged merged;
+    if (part < num_parts) merged.add<true>(partials, pieces.x, pieces.y, 0, row % MAX_ROWS, column, part, num_parts);
+    if (num_parts == 1) return merged;
+    if (part > 0 && part < num_parts) rest[threadIdx.x - apart] = merged;
+    __syncthreads();
+    if (part == 0)
+#pragma unroll 1
+        for (int p = 1; p < min(num_parts, pieces.y); ++p) merged.add(rest[threadIdx.x + (p - 1) * apart]);
+    return merged;
+}
+
+// Merges what several workers have of a token's head. Grid: tokens from first_token on, heads; threads: PER_HEAD for each part of the pieces.
+extern "C" __global__ void merge_latents(Number* out, float* partial_sums, float2* partial_stats, const int4* token_places, const int2* segment_pieces,
+                                         int first_token) {
+    extern __shared__ __align__(16) uint8_t memory[];
     launch_dependents();
-    constexpr int PER_HEAD = HEAD_DIM / 8;
-    const int thread = blockIdx.y * THREADS + threadIdx.x, head = thread / PER_HEAD, column = thread % PER_HEAD * 8;
+    const int part = threadIdx.x / PER_HEAD, column = threadIdx.x % PER_HEAD * 8, head = blockIdx.y;
     // The plan is older than the kernel ahead.
     const int4 place = token_places[blockIdx.x + first_token];
     const int row = place.y * GROUP + head;
-    const bool is_used = place.x >= 0 && head < GROUP;
-    const int2 pieces = is_used ? segment_pieces[place.x + row / MAX_ROWS] : make_int2(0, 0);
+    const int2 pieces = place.x >= 0 ? segment_pieces[place.x + row / MAX_ROWS] : make_int2(0, 0);
     wait_for_earlier();
     if (pieces.y < 2) return;
-    Merged merged;
-    merged.add(Partials{partial_sums, partial_stats}, pieces.x, pieces.y, 0, row % MAX_ROWS, column);
-    merged.store(out + ((int64_t)blockIdx.x * GROUP + head) * HEAD_DIM + column);
+    const Merged merged = merge_shared(Partials{partial_sums, partial_stats}, pieces, row, column, part, blockDim.x / PER_HEAD, PER_HEAD,
+                                       reinterpret_cast<Merged*>(memory));
+    if (part == 0) merged.store(out + ((int64_t)blockIdx.x * GROUP + head) * HEAD_DIM + column);
 }
+
+#if HEAD_DIM % 128 == 0 && HEAD_DIM <= 512
+
+constexpr int UP_THREADS = 512, UP_WARPS = 4, UP_TILE = 16, UP_STEPS = HEAD_DIM / (32 * UP_WARPS), UP_TILES = UP_THREADS / (32 * UP_WARPS);
+constexpr int UP_TOKENS = 2, UP_PARTS = UP_THREADS / PER_HEAD;
+
+// made [T, GROUP, N]: merged heads of up to UP_TOKENS tokens, rounded, times weight [GROUP, N, HEAD_DIM] transposed as head_linear (latent.cu) adds it: one
+// kernel less where kernels wait for each other most. latents [T, GROUP, HEAD_DIM]: of items that are not split. Blocks of a head merge it each for
+// itself. Grid: UP_TILES tiles of 16 rows of weights, heads.
+extern "C" __global__ void __launch_bounds__(UP_THREADS)
+    project_latents(Number* made, const Number* latents, float* partial_sums, float2* partial_stats, const int4* token_places, const int2* segment_pieces,
+                    const Number* weight, int first_token, int num_tokens, int N, int weight_head) {
+    __shared__ __align__(16) Number rows[UP_TOKENS][HEAD_DIM];
+    __shared__ __align__(16) uint8_t rest[(UP_THREADS - PER_HEAD) * sizeof(Merged)];
+    __shared__ float sums[UP_TILES][UP_WARPS][UP_TOKENS][UP_TILE];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.y;
+    const int tile = blockIdx.x * UP_TILES + warp / UP_WARPS, own_part = warp % UP_WARPS;
+    const bool is_used = tile * UP_TILE < N;
+    uint4 a[UP_STEPS][2] = {};
+    const Number* own = weight + (size_t)head * weight_head + (size_t)(tile * UP_TILE + g) * HEAD_DIM + own_part * UP_STEPS * 32 + t * 8;
+#pragma unroll
+    for (int s = 0; s < UP_STEPS; ++s)
+        if (is_used) a[s][0] = __ldg((const uint4*)(own + s * 32)), a[s][1] = __ldg((const uint4*)(own + 8 * HEAD_DIM + s * 32));
+    launch_dependents();
+    // Tokens are merged beside each other. The plan is older than the kernel ahead.
+    const int column = threadIdx.x % PER_HEAD * 8, token = threadIdx.x / PER_HEAD % num_tokens, part = threadIdx.x / (PER_HEAD * num_tokens);
+    const int4 place = token_places[first_token + token];
+    const int row = place.y * GROUP + head;
+    const int2 pieces = place.x >= 0 ? segment_pieces[place.x + row / MAX_ROWS] : make_int2(0, 0);
+    wait_for_earlier();
+    const Merged merged = merge_shared(Partials{partial_sums, partial_stats}, pieces.y < 2 ? make_int2(0, 0) : pieces, row, column, part,
+                                       UP_PARTS / num_tokens, PER_HEAD * num_tokens, reinterpret_cast<Merged*>(rest));
+    if (part == 0) {
+        if (pieces.y < 2) *(uint4*)(rows[token] + column) = __ldcg((const uint4*)(latents + ((int64_t)token * GROUP + head) * HEAD_DIM + column));
+        else merged.store(rows[token] + column);
+    }
+    __syncthreads();
+    float acc[4] = {};
+#pragma unroll
+    for (int s = 0; s < UP_STEPS; ++s) {
+        const uint4 b = g < num_tokens ? *(const uint4*)(rows[g] + (own_part * UP_STEPS + s) * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+        multiply(acc, {a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y}, b.x, b.y);
+        multiply(acc, {a[s][0].z, a[s][1].z, a[s][0].w, a[s][1].w}, b.z, b.w);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (const int of = t * 2 + i % 2; of < UP_TOKENS) sums[warp / UP_WARPS][own_part][of][g + i / 2 * 8] = acc[i];
+    __syncthreads();
+    constexpr int COLUMNS_HERE = UP_TILES * UP_TILE;
+    if (const int i = threadIdx.x * 2; i < num_tokens * COLUMNS_HERE) {
+        const int of = i / COLUMNS_HERE, n = i % COLUMNS_HERE, first = blockIdx.x * COLUMNS_HERE + n;
+        float values[2] = {};
+#pragma unroll
+        for (int p = 0; p < UP_WARPS; ++p)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) values[j] += sums[n / UP_TILE][p][of][n % UP_TILE + j];
+        if (first < N) *(Pair*)(made + ((int64_t)of * GROUP + head) * N + first) = to_pair(values[0], values[1]);
+    }
+}
+
+#endif

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from kernels._load import Gpu, Kernel, gpu_of, load
 from kernels.attention import PLAN_CTAS, PLAN_THREADS, Heads
 from kernels.cache_scales import CacheScales, check_scales
+from kernels.latent import head_linear, is_head_weight
 from kernels.reference.e4m3 import E4M3
 from kernels.structs import LatentStrides, PlanSizes
 
@@ -18,6 +20,10 @@ MAX_ROWS = 64
 """Most rows (queries x heads) of one work item."""
 MIN_KEYS = 64
 """A request's keys are split in no smaller parts than this many per block."""
+MERGE_PARTS, MERGED_BYTES = 8, 40
+"""Threads that share the pieces of eight columns where there are no more heads than multiprocessors, and bytes of what one of them has."""
+PROJECTED_TOKENS, PROJECTED_ROWS, PROJECT_THREADS, MAX_PROJECTED = 2, 64, 512, 512
+"""Tokens whose heads one kernel merges and projects, rows of weights and threads of its blocks, and the rank it is made for."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 
@@ -53,14 +59,28 @@ def choose_shape(
     return None
 
 
-def load_all(device: torch.device, defines: dict[str, int]) -> tuple[Kernel, Kernel, Kernel]:
-    """The kernels that attend, plan and merge; inside `_load.compiling` they are compiled."""
-    shared = _shared_bytes(defines["MAX_ROWS"], defines["HEAD_DIM"] + defines["ROPE"], defines["TILE"])
-    attend = load(device, "latent_attention", "latent_attention", defines, shared, programmatic=True)
-    return (
-        attend,
+class Kernels(NamedTuple):
+    """What a plan runs. project: None where no kernel merges and projects heads of such a rank at once."""
+
+    attend: Kernel
+    plan: Kernel
+    merge: Kernel
+    project: Kernel | None
+
+
+def load_all(device: torch.device, defines: dict[str, int]) -> Kernels:
+    """The kernels of a shape; inside `_load.compiling` they are compiled."""
+    rank, merge_bytes = defines["HEAD_DIM"], (MERGE_PARTS - 1) * defines["HEAD_DIM"] // 8 * MERGED_BYTES
+    shared = _shared_bytes(defines["MAX_ROWS"], rank + defines["ROPE"], defines["TILE"])
+
+    def get(name: str, shared: int = 0) -> Kernel:
+        return load(device, "latent_attention", name, defines, shared, programmatic=True)
+
+    return Kernels(
+        get("latent_attention", shared),
         load(device, "latent_attention", "plan_attention", defines),
-        load(device, "latent_attention", "merge_latents", defines, programmatic=True),
+        get("merge_latents", merge_bytes),
+        get("project_latents") if rank % 128 == 0 and rank <= MAX_PROJECTED else None,
     )
 
 
@@ -86,7 +106,7 @@ class LatentPlan:
         self._is_e4m3 = bool(defines.get("E4M3"))
         batch, device = len(seq_lens), seq_lens.device
         tile, rows = defines["TILE"], defines["MAX_ROWS"]
-        self._attend, self._plan, self._merge = load_all(device, defines)
+        self._kernels = load_all(device, defines)
         self._block, self._min_tiles, self._num_workers = (4 * tile, 1, 1), max(1, MIN_KEYS // tile), gpu_of(device).num_multiprocessors
         self._first_token, self.num_tokens = first_token, first_token + batch * max_query_len
         segments = batch * -(-max_query_len * heads.num_query // rows)
@@ -104,7 +124,7 @@ class LatentPlan:
         """Spreads the step's work anew, from the lengths that the tensors hold now. Nothing comes to the host."""
         sizes = PlanSizes(len(self._table_rows), self._table.stride(0), self._num_workers, self._min_tiles, self._num_items, self.num_tokens)
         lists = (self._starts, self._items, self._places, self._pieces, *self._lists, self._table, self._table_rows, 0, 0)
-        self._plan((PLAN_CTAS, 1), (PLAN_THREADS, 1, 1), *lists, sizes, shared=self._plan_bytes)
+        self._kernels.plan((PLAN_CTAS, 1), (PLAN_THREADS, 1, 1), *lists, sizes, shared=self._plan_bytes)
 
     def attend(
         self,
@@ -112,12 +132,13 @@ class LatentPlan:
         turned: torch.Tensor,
         pages: torch.Tensor,
         scale: float,
-        out: torch.Tensor | None = None,
+        value_up: torch.Tensor,
         scales: CacheScales | None = None,
     ) -> torch.Tensor:
-        """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents [T, H, R].
+        """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents, each head's times
+        its value_up [H, V, R] transposed: [T, H, V].
 
-        Row 0 is the packed row first_token. Rows past the last request's are not written. scale: of scores; scales: of pages in e4m3.
+        Row 0 is the packed row first_token. Rows past the last request's hold anything. scale: of scores; scales: of pages in e4m3.
         """
         heads, size = self._heads, self._heads.latent_rank + self._heads.latent_dim
         for name, tensor, width in (("absorbed", absorbed, heads.latent_rank), ("turned", turned, heads.latent_dim)):
@@ -130,9 +151,8 @@ class LatentPlan:
             want = f"{dtype} [P, {self._page_size}, 1, {size}], each in one piece"
             raise ValueError(f"pages are {pages.dtype} {list(pages.shape)} with strides {pages.stride()}; must be {want}")
         check_scales(pages, scales)
-        if out is None:
-            out = torch.empty(absorbed.shape, dtype=absorbed.dtype, device=absorbed.device)
-        sums, stats = (torch.empty(shape, dtype=torch.float32, device=out.device) for shape in self._partial_shapes)
+        found = torch.empty(absorbed.shape, dtype=absorbed.dtype, device=absorbed.device)
+        sums, stats = (torch.empty(shape, dtype=torch.float32, device=found.device) for shape in self._partial_shapes)
         strides = LatentStrides(
             absorbed.stride(0),
             absorbed.stride(1),
@@ -144,8 +164,16 @@ class LatentPlan:
             scale,
         )
         lists, factors = (self._table, self._starts, self._items), (0, 0) if scales is None else (scales.keys, scales.value_factors)
-        self._attend((self._num_workers, 1), self._block, out, absorbed, turned, pages, *lists, sums, stats, strides, *factors)
-        blocks = -(-heads.num_query * (heads.latent_rank // 8) // self._block[0])
-        grid = (self.num_tokens - self._first_token, blocks)
-        self._merge(grid, self._block, out, sums, stats, self._places, self._pieces, self._first_token)
-        return out
+        self._kernels.attend((self._num_workers, 1), self._block, found, absorbed, turned, pages, *lists, sums, stats, strides, *factors)
+        (num_heads, rank), num_tokens, num_values = absorbed.shape[1:], self.num_tokens - self._first_token, value_up.shape[1]
+        partial, first = (sums, stats, self._places, self._pieces), self._first_token
+        project = self._kernels.project
+        if project is not None and num_tokens == len(found) <= PROJECTED_TOKENS and is_head_weight(value_up, found.dtype):
+            made = found.new_empty(num_tokens, num_heads, num_values)
+            grid = (-(-num_values // PROJECTED_ROWS), num_heads)
+            project(grid, (PROJECT_THREADS, 1, 1), made, found, *partial, value_up, first, num_tokens, num_values, value_up.stride(0))
+            return made
+        parts = min(MERGE_PARTS, max(1, MERGE_PARTS * self._num_workers // (num_tokens * num_heads)))
+        merge_bytes = (parts - 1) * rank // 8 * MERGED_BYTES
+        self._kernels.merge((num_tokens, num_heads), (rank // 8 * parts, 1, 1), found, *partial, first, shared=merge_bytes)
+        return head_linear(found, value_up)

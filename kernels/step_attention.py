@@ -261,7 +261,7 @@ class StepAttention:
         first = self._first
         parts = []
         if self._plain is not None and len(query) > first:
-            parts.append(head_linear(self._decode_latents(query[first:], pages, key_up, scale, absorb, scales), value_up))
+            parts.append(self._decode_latents(query[first:], pages, key_up, value_up, scale, absorb, scales))
         if first:
             assert prompts is not None, "refresh() comes first"
             made = attend_scaled(lambda q: prompts.attend_latents(q, pages, key_up, value_up, scale), query[:first], scales, still)
@@ -275,20 +275,27 @@ class StepAttention:
         return out
 
     def _decode_latents(
-        self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, scale: float, absorb: torch.Tensor | None, scales: CacheScales | None
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        key_up: torch.Tensor,
+        value_up: torch.Tensor,
+        scale: float,
+        absorb: torch.Tensor | None,
+        scales: CacheScales | None,
     ) -> torch.Tensor:
-        """Weighted sums of latents [T, H, R] of the rows that decode."""
+        """What the rows that decode find [T, H, V]."""
         still, rank = key_up.shape[1:]
         weight, plain = key_up.transpose(1, 2).contiguous() if absorb is None else absorb, self._plain
         if isinstance(self._decoding, latents.LatentPlan):
-            return self._decoding.attend(head_linear(query[..., :still], weight), query[..., still:], pages, scale, scales=scales)
+            return self._decoding.attend(head_linear(query[..., :still], weight), query[..., still:], pages, scale, value_up, scales)
         assert plain is not None
 
         def attend(q: torch.Tensor) -> torch.Tensor:
             absorbed = torch.cat([head_linear(q[..., :still], weight), q[..., still:]], dim=-1)
             return plain.attend_latents(absorbed, pages, rank, self._first, scale)
 
-        return attend_scaled(attend, query, scales, still)
+        return head_linear(attend_scaled(attend, query, scales, still), value_up)
 
     def _plan_rows(self) -> reference.AttentionPlan:
         """The twin's plan of all rows."""
