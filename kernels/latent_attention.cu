@@ -31,47 +31,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, half = lane >> 4;
     const uint32_t base = shared_address(memory);
     const Partials partials{partial_sums, partial_stats};
-    const float key_unit = E4M3 ? *key_scale : 1, inverse_unit = E4M3 ? *value_factor : 1;
-    const float scale = LOG2E * strides.scale * key_unit;
     float* peaks = (float*)(memory + PEAK_OFFSET);
     launch_dependents();
-    wait_for_earlier();
+    // The plan, page ids and all keys but the step's own were there before the kernel ahead began: only the rest waits for it.
     Item item = starts[blockIdx.x].item;
+    if (item.num_rows <= 0) {
+        wait_for_earlier();
+        return;
+    }
     const int next = item.next, end = item.end;
     item.query_start -= strides.first_token;
 
     auto process = [&](auto m_tiles) {
         constexpr int M = decltype(m_tiles)::value;
         const int* table = page_table + (int64_t)item.table_row * strides.table;
-        int loaded = item.token_begin;  // where the next tile to load begins
         auto page_at = [&](int token) { return token + warp * 8 < item.token_end ? table[(token + warp * 8) >> PAGE_SHIFT] : 0; };
-        int page = page_at(loaded);
-        auto load_tile = [&](int stage) {  // a warp's eight keys lie in one page
-            const int token = loaded + warp * 8, count = item.token_end - token;
-            if (loaded < item.token_end) {
-                const char* source = (const char*)pages + (int64_t)page * strides.page_bytes + (token & (PAGE_SIZE - 1)) * ENTRY_BYTES;
-                const uint32_t target = base + stage * STAGE_BYTES + warp * 8 * KEY_BYTES;
-#pragma unroll
-                for (int j = 0; j < PARTS / 4; ++j) {
-                    const int i = j * 32 + lane, row = i / PARTS;
-                    copy_async(target + place_of(row, i % PARTS * (KEY_CHUNKS / PARTS)), source + i * 16, row < count);
-                }
+        // Of a tile's keys from `token` on a warp copies eight, which lie in one page: those from `low` to below `high`.
+        auto copy_keys = [&](int token, int page, int stage, auto unrolled, int low, int high) {
+            const int count = item.token_end - token - warp * 8;
+            if (token >= item.token_end) return;
+            const char* source = (const char*)pages + (int64_t)page * strides.page_bytes + ((token + warp * 8) & (PAGE_SIZE - 1)) * ENTRY_BYTES;
+            const uint32_t target = base + stage * STAGE_BYTES + warp * 8 * KEY_BYTES;
+#pragma unroll decltype(unrolled)::value
+            for (int j = 0; j < PARTS / 4; ++j) {
+                const int i = j * 32 + lane, row = i / PARTS;
+                if (row >= low && row < high) copy_async(target + place_of(row, i % PARTS * (KEY_CHUNKS / PARTS)), source + i * 16, row < count);
             }
+        };
+        int loaded = item.token_begin;  // where the next tile to load begins
+        const int pages_ahead[STAGES] = {page_at(loaded), page_at(loaded + TILE)};
+        auto copy_ahead = [&](int stage, bool is_new) {
+            const int token = loaded + stage * TILE, num_old = item.first_visible - token - warp * 8;
+            copy_keys(token, stage ? pages_ahead[1] : pages_ahead[0], stage, Count<3>(), is_new ? num_old : 0, is_new ? 8 : num_old);
+        };
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES; ++stage) copy_ahead(stage, false);
+        wait_for_earlier();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < M * 16 * KEY_CHUNKS; i += THREADS) {
+            const int row = i / KEY_CHUNKS, chunk = i % KEY_CHUNKS, r = item.row_start + min(row, item.num_rows - 1);
+            const int64_t token = item.query_start + r / GROUP;
+            const Number* source = chunk < HEAD_DIM / 8 ? absorbed + token * strides.absorbed_token + r % GROUP * strides.absorbed_head + chunk * 8
+                                                        : turned + token * strides.turned_token + r % GROUP * strides.turned_head + (chunk - HEAD_DIM / 8) * 8;
+            copy_async(base + QUERY_OFFSET + place_of(row, chunk), source, row < item.num_rows);
+        }
+#pragma unroll 1
+        for (int stage = 0; stage < STAGES; ++stage) {
+            copy_ahead(stage, true);
+            asm volatile("cp.async.commit_group;" ::: "memory");
+        }
+        loaded += STAGES * TILE;
+        int page = page_at(loaded);
+        auto load_tile = [&](int stage) {
+            copy_keys(loaded, page, stage, Count<PARTS / 4>(), 0, 8);
             asm volatile("cp.async.commit_group;" ::: "memory");
             loaded += TILE;
             page = page_at(loaded);
         };
-        load_tile(0);
-        load_tile(1);
-        for (int i = threadIdx.x; i < M * 16 * KEY_CHUNKS; i += THREADS) {
-            const int row = i / KEY_CHUNKS, chunk = i % KEY_CHUNKS, r = item.row_start + row;
-            const int64_t token = item.query_start + r / GROUP;
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (row < item.num_rows)
-                value = __ldcg((const uint4*)(chunk < HEAD_DIM / 8 ? absorbed + token * strides.absorbed_token + r % GROUP * strides.absorbed_head + chunk * 8
-                                                                   : turned + token * strides.turned_token + r % GROUP * strides.turned_head + (chunk - HEAD_DIM / 8) * 8));
-            *(uint4*)(memory + QUERY_OFFSET + place_of(row, chunk)) = value;
-        }
+        // Of codes: the first prompts may make their scales.
+        const float key_unit = E4M3 ? __ldcg(key_scale) : 1, inverse_unit = E4M3 ? __ldcg(value_factor) : 1, scale = LOG2E * strides.scale * key_unit;
 
         float sums[M][2 * PAIRS][4] = {}, peak[M][2], total[M][2] = {};
 #pragma unroll
@@ -205,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
 
 #pragma unroll 1
-    for (int i = next; item.num_rows > 0; ++i) {
+    for (int i = next;; ++i) {
         if (item.num_rows <= 16 || M_TILES == 1) process(Count<1>());
         else if (item.num_rows <= 32 || M_TILES == 2) process(Count<M_TILES < 2 ? M_TILES : 2>());
         else process(Count<M_TILES>());
