@@ -1,5 +1,6 @@
 // Attention of a few queries per request over paged latents, for which all heads share one key of RANK + ROPE numbers, whose first RANK are the
-// value too (multi-head latent attention, absorbed). By the plan of attention_plan.cuh; split items are merged by merge_latents.
+// value too (multi-head latent attention, absorbed). By the plan of attention_plan.cuh; split items are merged by merge_latents,
+// or by project_latents on the way.
 //
 // Compile-time: DTYPE 0 bfloat16, 1 float16; GROUP query heads; HEAD_DIM: RANK, a multiple of 16 NUM_WARPS; ROPE, with which it is a multiple of 64;
 // PAGE_SIZE; MAX_ROWS most rows (queries x heads) of an item; TILE keys of each of two stages, eight for each of NUM_WARPS warps; NUM_KV_HEADS,

@@ -102,19 +102,20 @@ def check(batch: Batch, plan: StepAttention) -> None:
 @pytest.mark.parametrize("num_heads", [16, 3, 20, 128])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_decoding(dtype: torch.dtype, num_heads: int, device: torch.device) -> None:
-    for shapes in ([(1, 64)], [(1, 700)], [(1, 1), (1, 65)], MIXED, SKEWED, [(16, 300), (1, 40)], [(2, 400)] * 40):
+    few = [(1, 64)], [(1, 700)], [(1, 1), (1, 65)], [(1, 9000)], [(1, 9000), (1, 3)], [(2, 9000)], [(1, 40), (0, 0)]
+    for shapes in (*few, MIXED, SKEWED, [(16, 300), (1, 40)], [(2, 400)] * 40):
         batch = Batch(shapes, num_heads, dtype, device)
         plan = batch.step()
         assert isinstance(plan._decoding, latents.LatentPlan)
         check(batch, plan)
 
 
-@pytest.mark.parametrize(("dtype", "rank", "dim"), [(FP32, 512, 64), (BF16, 256, 64), (BF16, 96, 24), (FP32, 11, 6)])
+@pytest.mark.parametrize(("dtype", "rank", "dim"), [(FP32, 512, 64), (BF16, 256, 64), (BF16, 384, 64), (BF16, 96, 24), (FP32, 11, 6)])
 def test_other_sizes(dtype: torch.dtype, rank: int, dim: int, device: torch.device) -> None:
-    for shapes in (MIXED, [(1, 2000)]):
+    for shapes in (MIXED, [(1, 2000)], [(1, 2000), (1, 70)]):
         batch = Batch(shapes, 4, dtype, device, rank, dim)
         plan = batch.step()
-        assert isinstance(plan._decoding, latents.LatentPlan) == (rank == 256)
+        assert isinstance(plan._decoding, latents.LatentPlan) == (rank in (256, 384))
         check(batch, plan)
 
 
