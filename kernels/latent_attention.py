@@ -21,7 +21,7 @@ MAX_ROWS = 64
 MIN_KEYS = 64
 """A request's keys are split in no smaller parts than this many per block."""
 MERGE_PARTS, MERGED_BYTES = 8, 40
-"""Threads that share the pieces of eight columns where there are no more heads than multiprocessors, and bytes of what one of them has."""
+"""Most threads that share the pieces of eight columns (so many where there are no more heads than multiprocessors), and bytes of what one has."""
 PROJECTED_TOKENS, PROJECTED_ROWS, PROJECT_THREADS, MAX_PROJECTED = 2, 64, 512, 512
 """Tokens whose heads one kernel merges and projects, rows of weights and threads of its blocks, and the rank it is made for."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
