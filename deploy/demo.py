@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from client.loopback import open_url
+from deploy.endings import raised_signals
 from deploy.server import free_ports, state_directory
 from deploy.together import end_with_parent
 
@@ -43,8 +44,6 @@ FORETOKEN = (sys.executable, "-m", "deploy.cli")
 START_SECONDS = 120
 MAX_ENDING, MAX_TOLD = 3000, 8
 """Of a log whose server did not start: characters of its end, and lines before them."""
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""Besides SIGINT, which is an exception by itself."""
 
 
 @contextlib.contextmanager
@@ -140,12 +139,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="tokens of each answer at most (default 160)")
 
 
-def _end_by_signal(number: int, frame: object) -> None:
-    for each in ENDING_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # the server is being stopped already
-    raise SystemExit(128 + number)
-
-
 def _show(grpc_port: int, max_tokens: int) -> None:
     """A completion without speculation, and one with it. Raises GenerateError."""
     from client import Client
@@ -162,8 +155,11 @@ def _show(grpc_port: int, max_tokens: int) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Whatever ends it, its server is ended with it."""
-    for number in ENDING_SIGNALS:
-        signal.signal(number, _end_by_signal)
+    with raised_signals():
+        return _run(args.max_tokens)
+
+
+def _run(max_tokens: int) -> int:
     ports = free_ports(3)
     log = state_directory() / "demo.log"
     try:
@@ -178,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             with running_server(ports[0], ports[1], ports[2], log, f"--repository={folder}", is_tied=True) as process:
                 print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)
-                shown = client_thread.submit(_show, ports[1], args.max_tokens)
+                shown = client_thread.submit(_show, ports[1], max_tokens)
                 while not shown.done():
                     time.sleep(0.05)
                 shown.result()

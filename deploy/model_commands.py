@@ -12,6 +12,7 @@ from pathlib import Path
 from backend.config import DTYPES
 from backend.errors import ConfigError, ModelError
 from backend.quantization_config import normalize_cache_dtype
+from deploy.endings import raised_signals
 
 
 def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +120,8 @@ def write_token_map(args: argparse.Namespace) -> int:
 
 def _write(name: str, out: str, write: Callable[[], None]) -> int:
     try:
-        write()
+        with raised_signals():  # half a folder is no model
+            write()
     except (ConfigError, ModelError, OSError) as error:  # a disk that is full or may not be written names its file
         print(f"foretoken {name}: {error}", file=sys.stderr)
         return 2

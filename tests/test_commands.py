@@ -11,7 +11,9 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +556,22 @@ def test_ctrl_c_while_a_command_is_imported_ends_it(command: str, monkeypatch: p
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert seen == {signal.SIG_DFL} and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_command_that_is_ended_leaves_no_half_folder(number: int, tmp_path: Path) -> None:
+    out, program = tmp_path / "out", "import time, backend.models.shards as s; s.save_weights = lambda tensors, path: (path.touch(), time.sleep(60))"
+    words = ["quantize", str(BUNDLED_MODEL), str(out), "--quantization", "wint8"]
+    with subprocess.Popen([sys.executable, "-c", f"{program}; from deploy.cli import main; raise SystemExit(main({words}))"]) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not list(out.glob("*.safetensors")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(number)
+            assert process.wait(30) == 128 + number and not out.exists()
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])
