@@ -307,6 +307,23 @@ def test_a_closing_mark_that_is_cut_is_no_text() -> None:
         assert parse([call + "\n</tool_call>"[:end]]) == ("", "", [("f", '{"a": 1}')])
 
 
+_DEEPSEEK = FORMATS[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, "b": 2} it is', ', "b": 2} it is'),  # no key of a call that is closed
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, "b": 2}</tool_call> it is', "it is"),
+        (f'{_DEEPSEEK.begin}\n{_DEEPSEEK.before}f{_DEEPSEEK.between}{{"a": 1}}{_DEEPSEEK.after}{_DEEPSEEK.end}', ""),
+    ],
+)
+def test_what_stands_beside_a_call_is_the_same_however_it_comes(text, content):
+    rng = random.Random(7)
+    for most in (1, 3, 12, 1000):
+        assert parse(in_pieces(text, most, rng)) == (content, "", [("f", '{"a": 1}')])
+
+
 def test_calls_that_have_ids():
     """Mistral's of version 11, between a function's name and its arguments."""
     text = '[TOOL_CALLS]f[CALL_ID]abc123DEF[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'
