@@ -85,6 +85,26 @@ def test_logprobs_are_those_of_what_is_said():
         streamed.add(message, own)
     streamed.end("completed")
     assert [e["token"] for e in streamed.items[-1].logprobs] == ["a", "b", "<end>"]
+    streamed = Output("r", lambda kind, **_: b"")  # marks in pieces of their own, which add nothing
+    pieces = [({}, tokens[:1]), ({"reasoning_content": "a"}, tokens[1:2]), *(({}, [token]) for token in tokens[2:4])]
+    for message, own in [*pieces, ({"content": "a"}, tokens[4:5]), ({"content": "b"}, tokens[5:6])]:
+        streamed.add(message, own)
+    assert [e["token"] for e in streamed.items[-1].logprobs] == ["a", "b"]
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}
+    for message, own in [({"tool_calls": [call]}, entries("<call>", "{}")), ({}, entries("</call>")), ({"content": "c"}, entries("c"))]:
+        streamed.add(message, own)
+    assert [e["token"] for e in streamed.items[-1].logprobs] == ["c"] and [item.text for item in streamed.items] == ["a", "ab", "{}", "c"]
+
+
+def test_a_call_that_ends_in_the_piece_in_which_text_begins():
+    """As steps of several tokens have it: the rest of its arguments is not said."""
+    output = Output("r", lambda kind, **_: b"")
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": '{"a": '}}
+    for piece in ({"tool_calls": [call]}, {"content": "bye", "tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]}):
+        output.add(piece)
+    output.end("completed")
+    first, second = output.bodies("completed")
+    assert first["arguments"] == '{"a": 1}' and second["content"][0]["text"] == "bye"
 
 
 def test_fields_of_no_effect(api):
