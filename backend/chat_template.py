@@ -19,7 +19,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from backend.errors import CapacityError, ModelError, RequestError
+from backend.errors import CapacityError, LengthError, ModelError, RequestError
 from backend.limited_process import Busy, LimitedProcess, Lost, serve
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_characters
             pieces.append(piece)
             count += len(piece)
             if count > max_characters:
-                return {"error": f"the prompt that it writes has more than {max_characters} characters, the limit"}
+                return {"too_long": f"the prompt that it writes has more than {max_characters} characters, the limit"}
         return {"text": "".join(pieces)}
     except MemoryError:
         pieces.clear()
@@ -158,9 +158,9 @@ class ChatTemplate:
         self._process = LimitedProcess("backend.chat_template", {"source": source}, RENDER_SECONDS)
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], max_characters: int) -> str:
-        """Raises RequestError where the template refuses or fails, CapacityError when too many wait for it."""
+        """Raises RequestError where the template refuses or fails, LengthError beyond max_characters, CapacityError when too many wait for it."""
         if (count := count_characters(messages, max_characters)) > max_characters:
-            raise RequestError(f"messages has {count} characters or more; the limit is {max_characters}")
+            raise LengthError(f"messages has {count} characters or more; the limit is {max_characters}")
         variables = {**variables, "messages": [_name_reasoning(m) for m in messages]}
         request = {"variables": variables, "max_characters": max_characters}
         try:
@@ -171,6 +171,8 @@ class ChatTemplate:
             answer = {"error": str(error)}
         except (TypeError, ValueError, RecursionError) as error:
             answer = {"error": f"they cannot be written as JSON: {error}"}
+        if "too_long" in answer:
+            raise LengthError(f"the chat template refused the messages: {answer['too_long']}")
         if "error" in answer:
             raise RequestError(f"the chat template refused the messages: {answer['error']}")
         return answer["text"]

@@ -15,6 +15,10 @@ class RequestError(ValueError):
     """The request itself is wrong; only that request fails (INVALID_ARG on Triton)."""
 
 
+class LengthError(RequestError):
+    """A prompt is so long that nobody counts its tokens; with fewer messages it may do."""
+
+
 class CapacityError(RuntimeError):
     """The server is full; the message says what to change (UNAVAILABLE on Triton)."""
 

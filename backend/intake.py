@@ -179,6 +179,8 @@ class Intake:
                 raise
             for tool in () if tools is None else tools.tools:
                 self._check_parameters(tool["function"])
+            if params.structured_outputs is not None:
+                self._grammars.compile(params.structured_outputs)
             beside = "" if params.structured_outputs is None else " and structured_outputs"
             raise RequestError(
                 f"tools{beside}: their schemas cannot be enforced: {str(error).removeprefix('structured_outputs.grammar: ')}"

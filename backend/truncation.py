@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from backend.errors import RequestError
+from backend.errors import LengthError, RequestError
 
 MAX_ROOM = 1024
 """Tokens that are left for an answer whose length is not said; of a short context, a quarter."""
@@ -64,7 +64,10 @@ def fit_messages(
         kept = keep(messages, cuts[place])
         if not may_fit(kept):
             return False
-        made[place] = render(kept)
+        try:
+            made[place] = render(kept)
+        except LengthError:  # what the template writes around them is not counted before
+            return False
         return fits(made[place])
 
     if fits_from(0):

@@ -16,7 +16,7 @@ import pytest
 from backend import chat_template, limited_process
 from backend.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from backend.config import BUNDLED_MODEL
-from backend.errors import CapacityError, ModelError, RequestError
+from backend.errors import CapacityError, LengthError, ModelError, RequestError
 from backend.text import Tokenizer
 
 MESSAGES: list[dict[str, Any]] = [
@@ -177,6 +177,14 @@ def test_no_template_goes_on_for_ever(source: str, message: str, monkeypatch: py
         with pytest.raises(RequestError, match="the chat template refused the messages: ") as caught:
             template.render(messages, {}, 1000)
         assert message in str(caught.value)
+
+
+def test_what_shorter_messages_mend_is_told_apart() -> None:
+    template = ChatTemplate("{{ messages[0].content * 2 }}", "model")
+    for content in ("x" * 1001, "x" * 501):
+        with pytest.raises(LengthError, match="characters"):
+            template.render([{"role": "user", "content": content}], {}, 1000)
+    assert len(template.render([{"role": "user", "content": "x" * 500}], {}, 1000)) == 1000
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:

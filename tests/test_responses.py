@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, Literal
 
@@ -9,7 +10,11 @@ import openai
 import pydantic
 import pytest
 
+from client.gateway.metrics import Metrics
+from client.gateway.response_answer import ResponsesAnswer
 from client.gateway.response_items import Output
+from client.gateway.responses import ResponsesRequest
+from client.messages import Chunk
 
 PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"], "additionalProperties": False}
 JSON = {"content-type": "application/json"}
@@ -85,6 +90,26 @@ def test_logprobs_are_those_of_what_is_said():
         streamed.add(message, own)
     streamed.end("completed")
     assert [e["token"] for e in streamed.items[-1].logprobs] == ["a", "b", "<end>"]
+    streamed = Output("r", lambda kind, **_: b"")  # marks in pieces of their own, which add nothing
+    pieces = [({}, tokens[:1]), ({"reasoning_content": "a"}, tokens[1:2]), *(({}, [token]) for token in tokens[2:4])]
+    for message, own in [*pieces, ({"content": "a"}, tokens[4:5]), ({"content": "b"}, tokens[5:6])]:
+        streamed.add(message, own)
+    assert [e["token"] for e in streamed.items[-1].logprobs] == ["a", "b"]
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}
+    for message, own in [({"tool_calls": [call]}, entries("<call>", "{}")), ({}, entries("</call>")), ({"content": "c"}, entries("c"))]:
+        streamed.add(message, own)
+    assert [e["token"] for e in streamed.items[-1].logprobs] == ["c"] and [item.text for item in streamed.items] == ["a", "ab", "{}", "c"]
+
+
+def test_a_call_that_ends_in_the_piece_in_which_text_begins():
+    """As steps of several tokens have it: the rest of its arguments is not said."""
+    output = Output("r", lambda kind, **_: b"")
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": '{"a": '}}
+    for piece in ({"tool_calls": [call]}, {"content": "bye", "tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]}):
+        output.add(piece)
+    output.end("completed")
+    first, second = output.bodies("completed")
+    assert first["arguments"] == '{"a": 1}' and second["content"][0]["text"] == "bye"
 
 
 def test_fields_of_no_effect(api):
@@ -213,6 +238,33 @@ def test_calls_and_what_they_brought(api, choice):
     messages += [{"role": "tool", "tool_call_id": "1", "content": "20"}]
     chat = api.chat.completions.create(model="default", messages=messages, tools=tools, temperature=0, max_tokens=8)
     assert after.usage.input_tokens == chat.usage.prompt_tokens and after.output_text == chat.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_behind_a_call_is_an_item_behind_it(stream):
+    """Whether the answer is streamed or not: such as a call's beginning, which max_output_tokens cut."""
+
+    class Servers:
+        async def stream(self, request_id, parameters):
+            for text in ("so ", '<tool_call>{"name": "get_time", "arguments": {}}', "</tool_call>\n<tool_call>{"):
+                yield Chunk(text, [0], ["target"])
+            yield Chunk('"name', [0], ["target"], "length", usage={"prompt_tokens": 1, "completion_tokens": 4})
+
+    async def ask() -> bytes:
+        sent: list[bytes] = []
+
+        async def send(message):
+            sent.append(message.get("body", b""))
+
+        request = ResponsesRequest(input="x", tools=TOOLS, stream=stream)
+        await ResponsesAnswer(Servers(), Metrics(), "m", "x", request)({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        return b"".join(sent)
+
+    raw = asyncio.run(ask())
+    output = json.loads(raw.rpartition(b"data: ")[2])["response"]["output"] if stream else json.loads(raw)["output"]
+    found = [(item["type"], item["status"], item["arguments"] if "arguments" in item else item["content"][0]["text"]) for item in output]
+    cut = '<tool_call>{"name'
+    assert found == [("message", "completed", "so "), ("function_call", "completed", "{}"), ("message", "incomplete", cut)]
 
 
 def test_items_in_their_order():

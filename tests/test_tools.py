@@ -307,6 +307,23 @@ def test_a_closing_mark_that_is_cut_is_no_text() -> None:
         assert parse([call + "\n</tool_call>"[:end]]) == ("", "", [("f", '{"a": 1}')])
 
 
+_DEEPSEEK = FORMATS[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, "b": 2} it is', ', "b": 2} it is'),  # no key of a call that is closed
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, "b": 2}</tool_call> it is', "it is"),
+        (f'{_DEEPSEEK.begin}\n{_DEEPSEEK.before}f{_DEEPSEEK.between}{{"a": 1}}{_DEEPSEEK.after}{_DEEPSEEK.end}', ""),
+    ],
+)
+def test_what_stands_beside_a_call_is_the_same_however_it_comes(text, content):
+    rng = random.Random(7)
+    for most in (1, 3, 12, 1000):
+        assert parse(in_pieces(text, most, rng)) == (content, "", [("f", '{"a": 1}')])
+
+
 def test_calls_that_have_ids():
     """Mistral's of version 11, between a function's name and its arguments."""
     text = '[TOOL_CALLS]f[CALL_ID]abc123DEF[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'
@@ -532,6 +549,10 @@ def test_no_calls(api):
         converse(api, tools=[{"type": "function", "function": {"name": "f", "parameters": endless}}], tool_choice="required")
     with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: no value with an end fulfils it"):
         converse(api, tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": endless}})
+    wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": 5}, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: properties must be an object") as caught:
+        converse(api, tools=TOOLS, response_format=wrong)
+    assert caught.value.param == "response_format", "and nothing is said of tools"
     with pytest.raises(openai.BadRequestError, match="guided_regex cannot stand beside tools"):
         converse(api, tools=TOOLS, extra_body={"guided_regex": "a"})
     own = {

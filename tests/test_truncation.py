@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from backend.config import BUNDLED_MODEL
-from backend.errors import RequestError
+from backend.errors import LengthError, RequestError
 from backend.text import Tokenizer
 from backend.truncation import Truncation, find_cuts, fit_messages, keep
 from client import Client, GenerateError
@@ -85,6 +85,20 @@ def test_what_never_fits_is_told_by_its_least():
     assert fit_messages(messages, list, lambda _: False, lambda _: False) == [messages[0], messages[3]]
 
 
+def test_what_the_template_writes_around_messages_may_be_too_much():
+    """It is known when they are rendered, and not before."""
+    messages = conversation("auauau")
+
+    def render(kept):
+        if len(kept) > 3:
+            raise LengthError("too long")
+        return kept
+
+    assert fit_messages(messages, render, lambda _: True, lambda _: True) == messages[3:]
+    with pytest.raises(LengthError):
+        fit_messages(conversation("ssssu"), render, lambda _: True, lambda _: True)
+
+
 def test_room_for_the_answer():
     most = Truncation(-1).max_prompt_tokens
     assert [most(2048, n, True) for n in (1, 100, 1900, 0)] == [2047, 1948, 1536, 2047]
@@ -155,6 +169,12 @@ def test_far_too_long_a_conversation(api):
     """More than is rendered."""
     items: Any = [{"role": "user", "content": f"{number} {LONG * 20}"} for number in range(20)]
     answer = api.responses.create(model="default", input=[*items, {"role": "user", "content": "x"}], truncation="auto", max_output_tokens=4)
+    assert 0 < answer.usage.input_tokens < 100
+    lines: Any = [{"role": "user", "content": "\n" * 60_000}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "x"}]
+    with pytest.raises(openai.BadRequestError, match="the prompt that it writes has more than 131072 characters") as caught:
+        api.responses.create(model="default", input=lines)
+    assert caught.value.code == "context_length_exceeded", "the template writes each line break with two characters more"
+    answer = api.responses.create(model="default", input=lines, truncation="auto", max_output_tokens=4)
     assert 0 < answer.usage.input_tokens < 100
 
 

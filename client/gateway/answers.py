@@ -212,7 +212,8 @@ class Answer(Response):
 
     # -- what is written ----------------------------------------------------------------------------------------------
 
-    def _whole_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _whole_body(self, chunks: list[Chunk]) -> dict[str, Any]:
+        choices = [await self._write(c.index, c, is_streamed=False) for c in collect(chunks)]
         return {**self._head, "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
 
     def _part_event(self, part: dict[str, Any]) -> bytes:
@@ -245,8 +246,7 @@ class Answer(Response):
                 if not chunk.is_empty:
                     chunk.index = choice
                     chunks.append(chunk)
-        choices = [await self._write(c.index, c, is_streamed=False) for c in collect(chunks)]
-        body = orjson.dumps(self._whole_body(choices))
+        body = orjson.dumps(await self._whole_body(chunks))
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, (b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": body})
 

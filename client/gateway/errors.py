@@ -51,7 +51,7 @@ _UPSTREAM = {"INVALID_ARG": (400, "invalid_value"), "UNAVAILABLE": (503, "unavai
 
 
 _TOO_LONG = re.compile(
-    r"prompt has \d+ tokens; the context holds|(prompt|chat) has \d+ characters; at most|"
+    r"prompt has \d+ tokens; the context holds|(prompt|chat) has \d+ characters; at most|prompt that it writes has more than \d+ characters|"
     r"(messages|text_input|input_ids) has \d+ (characters( or more)?|bytes); the limit"
 )
 """Of the server's refusals, those of a prompt that no parameter makes fit: clients look for their code, and send a shorter one."""

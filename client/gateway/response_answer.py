@@ -12,6 +12,7 @@ from client.gateway.metrics import Metrics
 from client.gateway.response_items import Output
 from client.gateway.responses import ResponsesRequest
 from client.gateway.upstream import Servers
+from client.messages import Chunk
 
 
 class ResponsesAnswer(Answer):
@@ -72,9 +73,10 @@ class ResponsesAnswer(Answer):
 
     # -- what Answer asks for -----------------------------------------------------------------------------------------
 
-    def _whole_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        self._finish_reason = choices[0]["finish_reason"]
-        self._output.add(choices[0]["message"], _logprobs_of(choices[0]))
+    async def _whole_body(self, chunks: list[Chunk]) -> dict[str, Any]:
+        """Piece by piece, as a stream: a chat's message does not say whether its text stood before its calls."""
+        for chunk in chunks:
+            self._add(await self._write(chunk.index, chunk, is_streamed=True))
         self._output.end(self._status)
         return self._response(self._status)
 
@@ -89,8 +91,11 @@ class ResponsesAnswer(Answer):
         return b"".join(self._event(f"response.{kind}", response=self._response("in_progress")) for kind in ("created", "in_progress"))
 
     def _part_event(self, part: dict[str, Any]) -> bytes:
+        return self._first_events() + self._add(part)
+
+    def _add(self, part: dict[str, Any]) -> bytes:
         self._finish_reason = part["finish_reason"] or self._finish_reason
-        return self._first_events() + self._output.add(part["delta"], _logprobs_of(part))
+        return self._output.add(part["delta"], _logprobs_of(part))
 
     def _last_events(self) -> bytes:
         status = self._status

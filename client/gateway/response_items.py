@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 Event = Callable[..., bytes]
@@ -75,25 +77,34 @@ class Output:
         """White space that may be the beginning of what is said, or stand before a call."""
         self._logprobs: list[dict[str, Any]] = []
         """Of tokens whose text is still to come."""
+        self._is_behind = False
+        """Some of them may close what was thought, or a call: they are not of what is said next."""
 
     def add(self, message: dict[str, Any], logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
         """A chat's message, or a piece of it -> the events that tell of it. logprobs: of its tokens; those of thoughts and calls are left out."""
         data = b""
-        if message.get("reasoning_content") or message.get("tool_calls"):
-            self._logprobs = []
-        self._logprobs += _those_of(message, logprobs)
-        if thought := message.get("reasoning_content"):
+        calls = [(call.get("index", number), call) for number, call in enumerate(message.get("tool_calls") or ())]
+        new_calls = [(index, call) for index, call in calls if index != self._call]
+        thought = message.get("reasoning_content")
+        self._logprobs += logprobs
+        self._is_behind |= bool(thought or calls)
+        if len(new_calls) < len(calls):  # the open one goes on: what is said in the same piece comes behind it
+            data += self.items[-1].add(self._event, calls[0][1]["function"]["arguments"])
+        if thought:
             data += self._go_to("reasoning") + self.items[-1].add(self._event, thought)
+        is_said = False
         if text := self._blank + (message.get("content") or ""):
-            is_held = text.isspace() and not (self._is_open and self.items[-1].kind == "message")
-            self._blank = text if is_held else ""
-            if not is_held:
-                data += self._go_to("message") + self.items[-1].add(self._event, text, self._logprobs)
-                self._logprobs = []
-        for number, call in enumerate(message.get("tool_calls") or ()):
-            if (index := call.get("index", number)) != self._call:
-                self._call, self._blank = index, ""
-                data += self._open("function_call", call["function"]["name"], call["id"])
+            is_said = not text.isspace() or (self._is_open and self.items[-1].kind == "message")
+            self._blank = "" if is_said else text
+        if is_said:
+            own = _find(text, self._logprobs, has_end=bool(thought or new_calls)) if self._is_behind else self._logprobs
+            data += self._go_to("message") + self.items[-1].add(self._event, text, own)
+            self._logprobs, self._is_behind = [], False
+        elif thought or calls:
+            self._logprobs = list(logprobs)
+        for index, call in new_calls:
+            self._call, self._blank, self._is_behind = index, "", True
+            data += self._open("function_call", call["function"]["name"], call["id"])
             data += self.items[-1].add(self._event, call["function"]["arguments"])
         return data
 
@@ -125,15 +136,10 @@ class Output:
         return self.items[-1].close(self._event, status)
 
 
-def _those_of(message: dict[str, Any], logprobs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Log-probabilities of the tokens that write a message's content, of all its tokens', by their bytes."""
-    if not logprobs or not (message.get("reasoning_content") or message.get("tool_calls")):
-        return logprobs
-    text = (message.get("content") or "").encode()
-    begin = b"".join(bytes(entry["bytes"]) for entry in logprobs).rfind(text) if text else -1
-    found, place = [], 0
-    for entry in logprobs:
-        place += len(entry["bytes"])
-        if begin >= 0 and place > begin and place - len(entry["bytes"]) < begin + len(text):
-            found.append(entry)
-    return found
+def _find(text: str, logprobs: Sequence[dict[str, Any]], has_end: bool) -> Sequence[dict[str, Any]]:
+    """Log-probabilities of tokens, by their bytes, from the one on that begins a text; with `has_end` as far as the one that ends it."""
+    written = text.encode()
+    begin = b"".join(bytes(entry["bytes"]) for entry in logprobs).rfind(written)
+    ends = list(accumulate(len(entry["bytes"]) for entry in logprobs))
+    first = bisect_right(ends, begin) if begin >= 0 else len(ends)
+    return logprobs[first : bisect_left(ends, begin + len(written)) + 1 if has_end else None]

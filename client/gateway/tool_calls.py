@@ -114,6 +114,8 @@ class AnswerParser:
         self._keyed = KeyedArguments(GLM, None)
         self._num_read = 0
         """Of what is held of a call that is known when its object is whole."""
+        self._is_closed = False
+        """A mark behind the arguments has come: no key of the call's follows."""
         self._skips_breaks = False
         self._is_thought = False
         """What was thought is over."""
@@ -197,8 +199,8 @@ class AnswerParser:
         if match is None and self._lead and self._read_keyed_head(part):
             return True
         if match is None or (self._allowed is not None and name not in self._allowed):
-            if self._held.lstrip("[,; \n").startswith(_MARKS):  # two marks in a row
-                self._state = "text"
+            if (rest := self._held.lstrip("[,; \n")).startswith(_MARKS):  # two marks in a row
+                self._held, self._state = rest, "text"
                 return True
             if match is None and (before := _OTHER_ORDER.match(self._held)) and (self._lead or self.num_calls or not before["id"]):
                 self._lead += before[0]
@@ -234,6 +236,7 @@ class AnswerParser:
     def _begin_call(self, part: Part, name: str, arguments: str = "") -> None:
         self._add(part, {"id": f"call_{self._prefix}{self.num_calls}", "type": "function", "function": {"name": name, "arguments": arguments}})
         self.num_calls += 1
+        self._is_closed = False
 
     def _object(self, part: Part, is_last: bool) -> bool:
         self._num_read += self._arguments.read(self._held[self._num_read :])
@@ -270,13 +273,13 @@ class AnswerParser:
 
     def _tail(self, part: Part, is_last: bool) -> bool:
         rest = self._held.lstrip()
-        while more := _MORE_KEYS.match(rest):
+        while not self._is_closed and (more := _MORE_KEYS.match(rest)):
             rest = rest[more.end() :]
-        if _KEY_BEGINS.match(rest) and not is_last and len(rest) < MAX_HEAD:
+        if not self._is_closed and _KEY_BEGINS.match(rest) and not is_last and len(rest) < MAX_HEAD:
             self._held = rest
             return False
         while mark := next((mark for mark in _TAILS if rest.startswith(mark)), None):
-            rest = rest[len(mark) :].lstrip()
+            rest, self._is_closed = rest[len(mark) :].lstrip(), True
         if any(mark.startswith(rest) for mark in _TAILS):
             self._held = "" if is_last else rest  # a mark that max_tokens cut is no text
             return False
