@@ -167,7 +167,7 @@ class Intake:
         if asked is None:
             return None
         if asked is not params.structured_outputs:  # what requires itself is a grammar too: it would only never come to an end
-            if params.structured_outputs is not None and is_endless(params.structured_outputs.json):
+            if params.structured_outputs is not None and is_endless(params.structured_outputs.schema):
                 self._grammars.compile(params.structured_outputs)
             for tool in () if tools is None else tools.tools:
                 if is_endless(tool["function"].get("parameters")):

@@ -121,6 +121,11 @@ class StructuredOutputs:
         value = getattr(self, self.form)
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if self.form == "json" else ""
 
+    @property
+    def schema(self) -> Any:
+        """The JSON schema. Raises ValueError, RecursionError for text that is no JSON."""
+        return json.loads(self.json) if isinstance(self.json, str) else self.json
+
     def as_json(self) -> str:
         """For the wire."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

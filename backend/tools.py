@@ -193,12 +193,16 @@ def _write_answer(answer: StructuredOutputs) -> str:
         return " | ".join(json.dumps(text, ensure_ascii=False) for text in answer.choice)
     if answer.form == "json_object":
         return '%json {"type": "object"}'
-    if answer.form != "json" or not isinstance(answer.json, Mapping):
+    try:
+        asked = answer.schema
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+    if not isinstance(asked, Mapping):
         raise RequestError(
             f"structured_outputs.{answer.form} cannot stand beside tools, of which an answer may call one or none: json (an object), json_object and "
             "choice can; or tool_choice has to be none"
         )
-    schema = _settle(answer.json, answer.is_lenient, "structured_outputs.json")
+    schema = _settle(asked, answer.is_lenient, "structured_outputs.json")
     return "%json " + json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": answer.is_lenient}})
 
 

@@ -125,8 +125,9 @@ def test_those_that_are_not_allowed_cannot_be_called(grammars, format):
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
 def test_calls_or_an_answer_of_a_form(grammars, format):
     """With auto one or the other; where something has to be called, calls alone."""
-    answers = {"json": PARAMETERS, "is_lenient": True}, {"json_object": True}, {"choice": ("yes", "no")}
-    for asked, text in zip(answers, ('{"city": "x", "days": 5}', '{"a": 1}', "no")):
+    city = '{"city": "x", "days": 5}'
+    answers = {"json": PARAMETERS, "is_lenient": True}, {"json": json.dumps(PARAMETERS)}, {"json_object": True}, {"choice": ("yes", "no")}
+    for asked, text in zip(answers, (city, city, '{"a": 1}', "no")):
         for choice, is_open in (("auto", True), ("required", False), ("none", True)):
             tools = Tools.from_values([function("put.it")], choice)
             if choice == "auto" and not format.lead and "choice" not in asked:
@@ -141,6 +142,9 @@ def test_calls_or_an_answer_of_a_form(grammars, format):
                 found = matcher.inner.try_consume_tokens(tokens) == len(tokens) and matcher.inner.is_accepting()
                 # Llama's calls are JSON objects themselves.
                 assert found == is_good or (choice == "none" and not format.lead and "json_object" in asked), (choice, whole)
+    if format.lead:
+        with pytest.raises(RequestError, match=r"structured_outputs\.json is not valid JSON"):
+            Tools.from_values([function("put.it")]).form(format, {}, StructuredOutputs(json="{"))
 
 
 @pytest.mark.parametrize("is_special", [False, True], ids=["Qwen's", "special"])

@@ -170,12 +170,10 @@ def read_schema(asked: StructuredOutputs) -> Any:
     """Raises RequestError for text that is no JSON, and for false, which nothing fulfils."""
     if asked.form == "json_object":
         return {"type": "object"}
-    schema = asked.json
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+    try:
+        schema = asked.schema
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
     if schema is False:
         raise RequestError("structured_outputs.json: nothing fulfils the schema false")
     return {} if schema is True else schema
