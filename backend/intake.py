@@ -166,22 +166,23 @@ class Intake:
         """
         if asked is None:
             return None
-        if asked is not params.structured_outputs:  # what requires itself is a grammar too: it would only never come to an end
-            if params.structured_outputs is not None and is_endless(params.structured_outputs.schema):
-                self._grammars.compile(params.structured_outputs)
+        own = params.structured_outputs
+        if asked is not own:  # what requires itself is a grammar too: it would only never come to an end
+            if own is not None and ((tools is not None and tools.choice == "required") or is_endless(own.schema)):  # required: it is left out
+                self._grammars.compile(own)
             for tool in () if tools is None else tools.tools:
                 if is_endless(tool["function"].get("parameters")):
                     self._check_parameters(tool["function"])
         try:
             return self._grammars.compile(asked, params.ignore_eos, state)
         except RequestError as error:
-            if asked is params.structured_outputs:
+            if asked is own:
                 raise
             for tool in () if tools is None else tools.tools:
                 self._check_parameters(tool["function"])
-            if params.structured_outputs is not None:
-                self._grammars.compile(params.structured_outputs)
-            beside = "" if params.structured_outputs is None else " and structured_outputs"
+            if own is not None:
+                self._grammars.compile(own)
+            beside = "" if own is None else " and structured_outputs"
             raise RequestError(
                 f"tools{beside}: their schemas cannot be enforced: {str(error).removeprefix('structured_outputs.grammar: ')}"
             ) from None

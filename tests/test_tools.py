@@ -554,9 +554,12 @@ def test_no_calls(api):
     with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: no value with an end fulfils it"):
         converse(api, tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": endless}})
     wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object", "properties": 5}, "strict": True}}
-    with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: properties must be an object") as caught:
-        converse(api, tools=TOOLS, response_format=wrong)
-    assert caught.value.param == "response_format", "and nothing is said of tools"
+    for choice in ("auto", "required"):  # though calls alone may come
+        with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: properties must be an object") as caught:
+            converse(api, tools=TOOLS, response_format=wrong, tool_choice=choice)
+        assert caught.value.param == "response_format", "and nothing is said of tools"
+        with pytest.raises(openai.BadRequestError, match="guided_json is not valid JSON"):
+            converse(api, tools=TOOLS, tool_choice=choice, extra_body={"guided_json": "{"})
     with pytest.raises(openai.BadRequestError, match="guided_regex cannot stand beside tools"):
         converse(api, tools=TOOLS, extra_body={"guided_regex": "a"})
     own = {
