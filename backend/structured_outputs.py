@@ -123,8 +123,11 @@ class StructuredOutputs:
 
     @property
     def schema(self) -> Any:
-        """The JSON schema. Raises ValueError, RecursionError for text that is no JSON."""
-        return json.loads(self.json) if isinstance(self.json, str) else self.json
+        """The JSON schema. Raises ValueError for text that is no JSON."""
+        try:
+            return json.loads(self.json) if isinstance(self.json, str) else self.json
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs.json is not valid JSON: {error}") from None
 
     def as_json(self) -> str:
         """For the wire."""

@@ -195,8 +195,8 @@ def _write_answer(answer: StructuredOutputs) -> str:
         return '%json {"type": "object"}'
     try:
         asked = answer.schema
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+    except ValueError as error:
+        raise RequestError(str(error)) from None
     if not isinstance(asked, Mapping):
         raise RequestError(
             f"structured_outputs.{answer.form} cannot stand beside tools, of which an answer may call one or none: json (an object), json_object and "

@@ -235,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 }
 
 constexpr int PER_HEAD = HEAD_DIM / 8;  // threads, of eight columns each
+static_assert(sizeof(Merged) == 40, "latent_attention.py has the same");
 
 // What several workers have of a row, by `num_parts` threads of a block, `apart` from each other, who share the pieces: the first of them gets it all.
 // Every thread of the block calls this; those with another part have nothing to do. rest: shared memory.
@@ -271,6 +272,7 @@ extern "C" __global__ void merge_latents(Number* out, float* partial_sums, float
 
 constexpr int UP_THREADS = 512, UP_WARPS = 4, UP_TILE = 16, UP_STEPS = HEAD_DIM / (32 * UP_WARPS), UP_TILES = UP_THREADS / (32 * UP_WARPS);
 constexpr int UP_TOKENS = 2, UP_PARTS = UP_THREADS / PER_HEAD;
+static_assert(UP_TILES * UP_TILE == 64 && UP_TOKENS == 2, "latent_attention.py has the same");
 
 // made [T, GROUP, N]: merged heads of up to UP_TOKENS tokens, rounded, times weight [GROUP, N, HEAD_DIM] transposed as head_linear (latent.cu) adds it: one
 // kernel less where kernels wait for each other most. latents [T, GROUP, HEAD_DIM]: of items that are not split. Blocks of a head merge it each for

@@ -172,8 +172,8 @@ def read_schema(asked: StructuredOutputs) -> Any:
         return {"type": "object"}
     try:
         schema = asked.schema
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+    except ValueError as error:
+        raise RequestError(str(error)) from None
     if schema is False:
         raise RequestError("structured_outputs.json: nothing fulfils the schema false")
     return {} if schema is True else schema
