@@ -33,6 +33,7 @@ from client.messages import (
     say_silent,
     silence_limit,
 )
+from client.silence import BUSY_SECONDS, SignsOfLife
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,6 +51,7 @@ class AsyncClient:
         self.inactivity_timeout = inactivity_timeout
         self._connection = triton_aio.InferenceServerClient(url, channel_args=without_proxy(CHANNEL_OPTIONS, url))
         self._endings: set[asyncio.Task[None]] = set()
+        self._signs = SignsOfLife()
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,7 +86,10 @@ class AsyncClient:
         inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
         return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit, keep_alives)
 
-    async def _stream(self, inputs: list[Any], request_id: str, model: str, limit: float, keep_alives: bool = False) -> AsyncGenerator[Chunk, None]:
+    async def _stream(
+        self, inputs: list[Any], request_id: str, model: str, limit: float, keep_alives: bool = False, is_patient: bool = True
+    ) -> AsyncGenerator[Chunk, None]:
+        """is_patient: a server that sends to other streams is given more time."""
         is_done = asyncio.Event()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -92,7 +97,7 @@ class AsyncClient:
             await is_done.wait()  # the stream stays open until the answer is whole
 
         responses = self._connection.stream_infer(requests())
-        watch = Watch(limit, responses.cancel)
+        watch = Watch(limit, responses.cancel, (lambda silence: self._signs.seconds_left(model, silence, limit)) if is_patient else None)
         try:
             while not is_done.is_set():
                 try:
@@ -104,10 +109,11 @@ class AsyncClient:
                 except asyncio.CancelledError:
                     if not watch.has_fired:
                         raise
-                    raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
+                    raise GenerateError(say_silent(request_id, limit, watch.silence), "TIMEOUT") from None
                 if error is not None:
                     is_done.set()
                     raise read_error(request_id, error)
+                self._signs.note(model)
                 chunks, is_last = read_result(result)
                 if is_last:
                     is_done.set()
@@ -127,19 +133,30 @@ class AsyncClient:
                 responses.cancel()
                 is_done.set()
                 if model != "decode":
-                    await asyncio.shield(self._cancel(request_id, CANCEL_SECONDS if watch.has_fired else self.inactivity_timeout))
+                    await asyncio.shield(self._cancel(request_id, CANCEL_SECONDS if watch.has_fired else None))
 
     async def infer(self, model: str, **values: Any) -> dict[str, list[Any]]:
         """The outputs of a model that gives one response, by name; text as bytes. Raises GenerateError."""
+        limit = self.inactivity_timeout
+        call = asyncio.ensure_future(self._connection.infer(model, make_inputs(values), client_timeout=max(limit, BUSY_SECONDS) + LATE_SECONDS))
+        watch = Watch(limit, call.cancel, lambda silence: self._signs.seconds_left(model, silence, limit))
+        watch.resume()
         try:
-            result = await self._connection.infer(model, make_inputs(values), client_timeout=self.inactivity_timeout)
+            result = await call
         except InferenceServerException as error:
             raise read_error("", error) from None
+        except asyncio.CancelledError:
+            if not watch.has_fired:
+                raise
+            raise GenerateError(f"{model}: no answer within {watch.silence:.0f} s (inactivity_timeout {limit:g} s)", "TIMEOUT") from None
+        finally:
+            watch.stop()
+        self._signs.note(model)
         return {output.name: result.as_numpy(output.name).tolist() for output in result.get_response().outputs}
 
     async def describe(self, limit: float | None = None) -> dict[str, Any]:
         """What the decode model says of itself: context, methods, load. limit: seconds to wait for it. Raises GenerateError."""
-        chunks = self._stream(make_inputs({"describe": True}), uuid.uuid4().hex, "decode", limit or self.inactivity_timeout)
+        chunks = self._ask({"describe": True}, limit)
         return json.loads("".join([chunk.text async for chunk in chunks]))
 
     async def add_suffix_corpus(self, corpus: Sequence[str | Sequence[int]], *, request_id: str = "") -> dict[str, int]:
@@ -150,11 +167,15 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""
-        return await self._cancel(request_id, self.inactivity_timeout)
+        return await self._cancel(request_id)
 
-    async def _cancel(self, request_id: str, limit: float) -> bool:
+    def _ask(self, values: dict[str, Any], limit: float | None) -> AsyncGenerator[Chunk, None]:
+        """Something of the decode model that is no generation. limit: seconds after which it has failed; None: a busy server may take longer."""
+        return self._stream(make_inputs(values), uuid.uuid4().hex, "decode", limit or self.inactivity_timeout, is_patient=limit is None)
+
+    async def _cancel(self, request_id: str, limit: float | None = None) -> bool:
         try:
-            chunks = self._stream(make_inputs({"cancel": request_id}), uuid.uuid4().hex, "decode", limit)
+            chunks = self._ask({"cancel": request_id}, limit)
             return [c.finish_reason async for c in chunks] == ["cancelled"]
         except GenerateError:
             return False
@@ -170,11 +191,15 @@ async def _read_to_end(responses: AsyncIterator[Any]) -> None:
 class Watch:
     """Calls `act` after `seconds` between a `resume` and its `pause`. One timer a stream: a timeout for every response costs a task each."""
 
-    def __init__(self, seconds: float, act: Callable[[], object]) -> None:
+    def __init__(self, seconds: float, act: Callable[[], object], seconds_left: Callable[[float], float] | None = None) -> None:
+        """seconds_left: of a silence that has lasted so many seconds, how many more it may; asked when it has lasted `seconds`."""
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._act = act
+        self._seconds_left = seconds_left or (lambda silence: seconds - silence)
         self.has_fired = False
+        self.silence = 0.0
+        """Seconds since the last `resume`, when it fired."""
         self._since: float | None = None
         self._timer = self._loop.call_later(seconds, self._check)
 
@@ -189,7 +214,9 @@ class Watch:
         now = self._loop.time()
         if now - self._timer.when() > LATE_SECONDS and self._since is not None:
             self._since = now  # the loop was held up: what has come meanwhile is not read yet
-        left = self._seconds if self._since is None else self._since + self._seconds - now
+        self.silence = 0.0 if self._since is None else now - self._since
+        if (left := self._seconds - self.silence) <= 0:
+            left = self._seconds_left(self.silence)
         if left > 0:
             self._timer = self._loop.call_later(left, self._check)
         else:

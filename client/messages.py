@@ -15,7 +15,8 @@ from tritonclient.utils import InferenceServerException
 DEFAULT_GRPC_URL = "127.0.0.1:8001"
 DEFAULT_HTTP_URL = "127.0.0.1:8000"
 INACTIVITY_SECONDS = 4.0
-"""A server that lives sends something to a stream every 1.5 seconds; after this long without anything it is taken for dead."""
+"""A server that lives sends something to a stream every 1.5 seconds; after this long without anything, to any stream, it is taken for dead
+(client/silence.py)."""
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     ("grpc.max_receive_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
@@ -172,9 +173,11 @@ def name_request(request_id: str, message: object) -> str:
     return str(message) if request_id in str(message) else f"request {request_id!r}: {message}"
 
 
-def say_silent(request_id: str, seconds: float) -> str:
-    """The message for a request whose server is taken for dead."""
-    return f"request {request_id!r}: the server sent nothing for {seconds:g} s, the limit (inactivity_timeout)"
+def say_silent(request_id: str, limit: float, silence: float | None = None) -> str:
+    """The message for a request whose server is taken for dead. silence: seconds, where other requests had something meanwhile."""
+    if silence is None or silence < limit + LATE_SECONDS:
+        return f"request {request_id!r}: the server sent nothing for {limit:g} s, the limit (inactivity_timeout)"
+    return f"request {request_id!r}: the server sent it nothing for {silence:.0f} s, though others something (inactivity_timeout {limit:g} s)"
 
 
 def silence_limit(values: dict[str, Any], inactivity_timeout: float) -> float:

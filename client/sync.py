@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tritonclient.grpc as triton_grpc
@@ -33,6 +33,7 @@ from client.messages import (
     say_silent,
     silence_limit,
 )
+from client.silence import SignsOfLife
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,6 +51,7 @@ class Client:
         self.inactivity_timeout = inactivity_timeout
         self._idle: list[triton_grpc.InferenceServerClient] = []
         self._lock = threading.Lock()
+        self._signs = SignsOfLife()
 
     def __enter__(self) -> Self:
         return self
@@ -94,14 +96,21 @@ class Client:
         """Chunks as they come; leaving the loop (or closing the iterator) cancels the request on the server.
 
         parameters: the decode model's inputs by name. Raises GenerateError with the server's message, or when nothing came
-        for `inactivity_timeout` seconds.
+        for `inactivity_timeout` seconds, to this stream and to all others of this client.
         """
         values = prompt_values(prompt, parameters)
         check_unicode("request_id", request_id)
         inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
         return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit)
 
-    def _stream(self, inputs: list[triton_grpc.InferInput], request_id: str, model: str, limit: float) -> Generator[Chunk, None, None]:
+    def _stream(
+        self, inputs: list[triton_grpc.InferInput], request_id: str, model: str, limit: float, is_patient: bool = True
+    ) -> Generator[Chunk, None, None]:
+        """is_patient: a server that sends to other streams is given more time."""
+
+        def seconds_left(silence: float) -> float:
+            return self._signs.seconds_left(model, silence, limit) if is_patient else limit - silence
+
         received: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         connection = self._take()
         is_done = is_answered = is_silent = False
@@ -109,14 +118,16 @@ class Client:
             connection.start_stream(lambda result, error: received.put((result, error)))
             connection.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
             while not is_done:
+                asked = time.monotonic()
                 try:
-                    result, error = get_in_time(received, limit)
+                    result, error = get_in_time(received, limit, seconds_left)
                 except queue.Empty:
                     is_silent = True
-                    raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
+                    raise GenerateError(say_silent(request_id, limit, time.monotonic() - asked), "TIMEOUT") from None
                 if error is not None:
                     is_done = True
                     raise read_error(request_id, error)
+                self._signs.note(model)
                 chunks, is_done = read_result(result)
                 is_answered = is_answered or any(c.finish_reason is not None for c in chunks)
                 if is_done and not is_answered:
@@ -135,26 +146,32 @@ class Client:
             except InferenceServerException:
                 connection.close()
             if not is_done and model != "decode":
-                self._cancel(request_id, CANCEL_SECONDS if is_silent else self.inactivity_timeout)  # an ensemble keeps cancellation to itself
+                self._cancel(request_id, CANCEL_SECONDS if is_silent else None)  # an ensemble keeps cancellation to itself
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""
-        return self._cancel(request_id, self.inactivity_timeout)
+        return self._cancel(request_id)
 
-    def _cancel(self, request_id: str, limit: float) -> bool:
+    def _cancel(self, request_id: str, limit: float | None = None) -> bool:
         try:
-            chunks = self._stream(make_inputs({"cancel": request_id}), uuid.uuid4().hex, "decode", limit)
+            inputs = make_inputs({"cancel": request_id})
+            chunks = self._stream(inputs, uuid.uuid4().hex, "decode", limit or self.inactivity_timeout, is_patient=limit is None)
             return [c.finish_reason for c in chunks] == ["cancelled"]
         except GenerateError:
             return False
 
 
-def get_in_time(received: queue.SimpleQueue[Any], limit: float) -> Any:
-    """What comes next. Raises queue.Empty when nothing does for so long, as far as this process ran to see it."""
+def get_in_time(received: queue.SimpleQueue[Any], limit: float, seconds_left: Callable[[float], float]) -> Any:
+    """What comes next. Raises queue.Empty when nothing does for `limit` seconds and as many more as `seconds_left` then says of a silence of so
+    many, as far as this process ran to see it."""
+    began, wait = time.monotonic(), limit
     while True:
         asked = time.monotonic()
         try:
-            return received.get(timeout=limit)
+            return received.get(timeout=wait)
         except queue.Empty:
-            if time.monotonic() - asked < limit + LATE_SECONDS:
+            now = time.monotonic()
+            if now - asked >= wait + LATE_SECONDS:
+                began, wait = now, limit
+            elif (wait := seconds_left(now - began)) <= 0:
                 raise

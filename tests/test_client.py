@@ -26,6 +26,7 @@ from client import AsyncClient, Client, GenerateError, sync
 from client.http import HttpClient
 from client.loopback import is_loopback, without_proxy
 from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values, read_error
+from client.silence import SignsOfLife
 
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy")
 
@@ -118,11 +119,88 @@ def test_a_client_that_stood_still_blames_no_server(monkeypatch: pytest.MonkeyPa
                 raise queue.Empty
 
     monkeypatch.setattr(sync, "time", SimpleNamespace(monotonic=lambda: now))
-    assert sync.get_in_time(Received(), 4.0) is None  # type: ignore[arg-type]
+    assert sync.get_in_time(Received(), 4.0, lambda silence: 4.0 - silence) is None  # type: ignore[arg-type]
     waits = [60.0, 0.1, 0.1]
     with pytest.raises(queue.Empty):
-        sync.get_in_time(Received(), 4.0)  # type: ignore[arg-type]
+        sync.get_in_time(Received(), 4.0, lambda silence: 4.0 - silence)  # type: ignore[arg-type]
     assert waits == [0.1]
+    waits = [0.1, 0.1, 0.1]  # the server sends to others: 3 s are left, then none
+    more = iter((3.0, 0.0))
+    with pytest.raises(queue.Empty):
+        sync.get_in_time(Received(), 4.0, lambda silence: next(more))  # type: ignore[arg-type]
+    assert waits == [0.1]
+
+
+def test_how_long_silence_lasts() -> None:
+    """Limit 4 s: after the server's last word to anybody, and 60 s after that to this stream at the latest; another model's words are not its own."""
+    now = 100.0
+    signs = SignsOfLife(lambda: now)
+    assert signs.seconds_left("decode", 0.0, 4.0) == 4.0 and signs.seconds_left("decode", 4.5, 4.0) == -0.5
+    signs.note("tokenizer")
+    assert signs.seconds_left("decode", 4.0, 4.0) == 0.0
+    signs.note("decode")
+    now = 103.0
+    assert signs.seconds_left("decode", 30.0, 4.0) == 1.0
+    assert signs.seconds_left("decode", 1.0, 4.0) == 3.0
+    assert signs.seconds_left("decode", 59.5, 4.0) == 0.5
+    assert signs.seconds_left("decode", 61.0, 4.0) == -1.0
+    assert signs.seconds_left("decode", 100.0, 600.0) == 500.0
+
+
+class _OneAfterTheOther(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Sends to the request `busy` every tenth of a second, for 2.5 s; answers `late` when that is over, and `lost` never."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def ModelStreamInfer(self, request_iterator, context):
+        request = next(iter(request_iterator))
+        if request.id == "busy":
+            for _ in range(25):
+                yield service_pb2.ModelStreamInferResponse(infer_response=service_pb2.ModelInferResponse(id=request.id))
+                time.sleep(0.1)
+            self.is_over.set()
+        elif request.id != "late" or not self.is_over.wait(30):
+            threading.Event().wait(3)
+        yield _whole(request.id)
+
+
+def _whole(request_id: str) -> service_pb2.ModelStreamInferResponse:
+    response = service_pb2.ModelInferResponse(id=request_id)
+    response.parameters["triton_final_response"].bool_param = True
+    response.outputs.add(name="finish_reason", datatype="BYTES", shape=[1])
+    response.raw_output_contents.append(b"\4\0\0\0stop")
+    return service_pb2.ModelStreamInferResponse(infer_response=response)
+
+
+@pytest.fixture
+def turns() -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(_OneAfterTheOther(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+def test_a_server_that_sends_to_others_is_not_silent(turns: str) -> None:
+    """1,000 requests at once: the server gives its signs of life one after the other, and some had theirs after more than the limit."""
+    with Client(turns, inactivity_timeout=1.0) as client, futures.ThreadPoolExecutor(2) as pool:
+        busy, late = (pool.submit(client.generate, "x", request_id=name) for name in ("busy", "late"))
+        assert busy.result(30)[0].finish_reason == late.result(30)[0].finish_reason == "stop"
+        with pytest.raises(GenerateError, match="'lost': the server sent nothing for 1 s, the limit"):
+            client.generate("x", request_id="lost")
+
+
+def test_a_server_that_sends_to_others_is_not_silent_to_an_asynchronous_client(turns: str) -> None:
+    async def ask() -> None:
+        async with AsyncClient(turns, inactivity_timeout=1.0) as client:
+            answers = await asyncio.gather(*(client.generate("x", request_id=name) for name in ("busy", "late")))
+            assert [a[0].finish_reason for a in answers] == ["stop", "stop"]
+            with pytest.raises(GenerateError, match="'lost': the server sent nothing for 1 s, the limit"):
+                await client.generate("x", request_id="lost")
+
+    asyncio.run(ask())
 
 
 def test_no_proxy_for_the_servers_metrics(no_proxy: None) -> None:
