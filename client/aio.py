@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -33,7 +33,7 @@ from client.messages import (
     say_silent,
     silence_limit,
 )
-from client.silence import BUSY_SECONDS, SignsOfLife
+from client.silence import BUSY_SECONDS, SignsOfLife, Watch, listening_time
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,7 +51,7 @@ class AsyncClient:
         self.inactivity_timeout = inactivity_timeout
         self._connection = triton_aio.InferenceServerClient(url, channel_args=without_proxy(CHANNEL_OPTIONS, url))
         self._endings: set[asyncio.Task[None]] = set()
-        self._signs = SignsOfLife()
+        self._signs = SignsOfLife(listening_time)
 
     async def __aenter__(self) -> Self:
         return self
@@ -186,42 +186,3 @@ async def _read_to_end(responses: AsyncIterator[Any]) -> None:
     with contextlib.suppress(InferenceServerException, grpc.RpcError, asyncio.CancelledError):
         async for _ in responses:
             pass
-
-
-class Watch:
-    """Calls `act` after `seconds` between a `resume` and its `pause`. One timer a stream: a timeout for every response costs a task each."""
-
-    def __init__(self, seconds: float, act: Callable[[], object], seconds_left: Callable[[float], float] | None = None) -> None:
-        """seconds_left: of a silence that has lasted so many seconds, how many more it may; asked when it has lasted `seconds`."""
-        self._loop = asyncio.get_running_loop()
-        self._seconds = seconds
-        self._act = act
-        self._seconds_left = seconds_left or (lambda silence: seconds - silence)
-        self.has_fired = False
-        self.silence = 0.0
-        """Seconds since the last `resume`, when it fired."""
-        self._since: float | None = None
-        self._timer = self._loop.call_later(seconds, self._check)
-
-    def resume(self) -> None:
-        self._since = self._loop.time()
-
-    def pause(self) -> None:
-        """While whoever reads the stream is busy, silence is not the server's."""
-        self._since = None
-
-    def _check(self) -> None:
-        now = self._loop.time()
-        if now - self._timer.when() > LATE_SECONDS and self._since is not None:
-            self._since = now  # the loop was held up: what has come meanwhile is not read yet
-        self.silence = 0.0 if self._since is None else now - self._since
-        if (left := self._seconds - self.silence) <= 0:
-            left = self._seconds_left(self.silence)
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._check)
-        else:
-            self.has_fired = True
-            self._act()
-
-    def stop(self) -> None:
-        self._timer.cancel()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from client.messages import (
@@ -22,6 +24,30 @@ from client.messages import (
     say_silent,
     silence_limit,
 )
+from client.silence import SignsOfLife
+
+
+class _PatientSocket(socket.socket):
+    """A connection from which nothing may come for `limit` seconds, and as many more as `seconds_left` then says of a silence of so many."""
+
+    def __init__(self, own: socket.socket, limit: float, seconds_left: Callable[[float], float]) -> None:
+        super().__init__(own.family, own.type, own.proto, fileno=own.detach())
+        self.settimeout(limit)
+        self._limit, self._seconds_left = limit, seconds_left
+
+    def recv_into(self, *arguments: Any, **options: Any) -> int:
+        began = time.monotonic()
+        try:
+            while True:
+                try:
+                    return super().recv_into(*arguments, **options)
+                except TimeoutError:
+                    if (left := self._seconds_left(time.monotonic() - began)) <= 0:
+                        raise
+                    self.settimeout(left)
+        finally:
+            if self.fileno() >= 0 and self.gettimeout() != self._limit:
+                self.settimeout(self._limit)
 
 
 class HttpClient:
@@ -31,13 +57,15 @@ class HttpClient:
         self.address = url.removeprefix("http://").rstrip("/")
         self.model = model
         self.inactivity_timeout = inactivity_timeout
+        self._signs = SignsOfLife()
 
     def _post(self, verb: str, values: dict[str, Any], request_id: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         body = check_unicode("the request", json.dumps({**values, "id": request_id}, ensure_ascii=False))
         connection = http.client.HTTPConnection(self.address, timeout=self.inactivity_timeout)
         try:
             connection.connect()
-            connection.sock.settimeout(silence_limit(values, self.inactivity_timeout))
+            limit = silence_limit(values, self.inactivity_timeout)
+            connection.sock = _PatientSocket(connection.sock, limit, lambda silence: self._signs.seconds_left(self.model, silence, limit))
             connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
@@ -91,6 +119,7 @@ class HttpClient:
                 if not line.startswith(b"data:"):
                     continue
                 event = json.loads(line[5:])
+                self._signs.note(self.model)
                 if "error" in event:
                     raise read_error(request_id, event["error"])
                 for chunk in read_event(event):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import re
 import socket
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import grpc
@@ -26,7 +27,7 @@ from client import AsyncClient, Client, GenerateError, sync
 from client.http import HttpClient
 from client.loopback import is_loopback, without_proxy
 from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values, read_error
-from client.silence import SignsOfLife
+from client.silence import SignsOfLife, Watch, listening_time
 
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy")
 
@@ -147,6 +148,32 @@ def test_how_long_silence_lasts() -> None:
     assert signs.seconds_left("decode", 100.0, 600.0) == 500.0
 
 
+def test_a_loop_that_is_busy_does_not_hear() -> None:
+    """2,300 requests at once kept a gateway busy in turns of up to 3 s, and all of them had an error. When it is not, the limit is the limit."""
+
+    async def check() -> None:
+        fired = asyncio.Event()
+        watch = Watch(1.0, fired.set)
+        watch.resume()
+        for _ in range(6):
+            time.sleep(0.3)
+            await asyncio.sleep(0)
+        began = listening_time()
+        assert not fired.is_set()
+        await asyncio.wait_for(fired.wait(), 30)
+        assert listening_time() - began < 1.0 <= watch.silence
+        watch.stop()
+        watch.stop()
+        stopped = listening_time()
+        await asyncio.sleep(0.4)
+        assert listening_time() - stopped < 0.2  # nothing ticks while nobody looks
+        other = Watch(0.1, fired.set)
+        assert listening_time() >= stopped
+        other.stop()
+
+    asyncio.run(check())
+
+
 class _OneAfterTheOther(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Sends to the request `busy` every tenth of a second, for 2.5 s; answers `late` when that is over, and `lost` never."""
 
@@ -201,6 +228,45 @@ def test_a_server_that_sends_to_others_is_not_silent_to_an_asynchronous_client(t
                 await client.generate("x", request_id="lost")
 
     asyncio.run(ask())
+
+
+class _OneAfterTheOtherByHttp(BaseHTTPRequestHandler):
+    is_over = threading.Event()
+
+    def do_POST(self) -> None:
+        name = json.loads(self.rfile.read(int(self.headers["content-length"])))["id"]
+        self.send_response(200)
+        self.end_headers()
+        if name == "busy":
+            for _ in range(25):
+                self._send({"text_output": ""})
+                time.sleep(0.1)
+            self.is_over.set()
+        elif name != "late" or not self.is_over.wait(30):
+            time.sleep(3)
+        with contextlib.suppress(OSError):
+            self._send({"finish_reason": "stop"})
+
+    def _send(self, event: dict[str, str]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.flush()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_server_that_sends_to_others_is_not_silent_by_http() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _OneAfterTheOtherByHttp)
+    threading.Thread(target=server.serve_forever).start()
+    client = HttpClient(f"127.0.0.1:{server.server_port}", inactivity_timeout=1.0)
+    try:
+        with futures.ThreadPoolExecutor(2) as pool:
+            busy, late = (pool.submit(client.generate, "x", request_id=name) for name in ("busy", "late"))
+            assert busy.result(30)[0].finish_reason == late.result(30)[0].finish_reason == "stop"
+        with pytest.raises(GenerateError, match="'lost': the server sent nothing for 1 s, the limit"):
+            client.generate("x", request_id="lost")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_no_proxy_for_the_servers_metrics(no_proxy: None) -> None:

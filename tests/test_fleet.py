@@ -24,7 +24,6 @@ from client.gateway.beginnings import Beginnings, cut
 from client.gateway.fleet import Fleet, Member, find_addresses, is_fleet, split_addresses
 from client.gateway.metrics import Metrics
 from client.gateway.upstream import Corpus, Upstream
-from client.messages import LATE_SECONDS
 from deploy.cli import main
 from deploy.demo import running_gateway
 from deploy.supervision.processes import find_stubs
@@ -130,8 +129,8 @@ def test_whose_silence_it_is(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> 
 
         async def stream(*_: object, **__: object) -> AsyncGenerator[Chunk, None]:
             if is_held:
-                time.sleep(LATE_SECONDS + 0.1)
-                for _ in range(9):
+                for _ in range(5):
+                    time.sleep(0.3)
                     await asyncio.sleep(0)
             else:
                 await asyncio.sleep(60)
@@ -141,11 +140,11 @@ def test_whose_silence_it_is(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> 
         await own.check()
         await own.close()
 
-    monkeypatch.setattr(upstream, "PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(upstream, "PROBE_SECONDS", 1.0)
     if is_held:
         asyncio.run(check())
     else:
-        with pytest.raises(GenerateError, match=r"no token within 0\.05 s"):
+        with pytest.raises(GenerateError, match="no token within 1 s"):
             asyncio.run(check())
 
 

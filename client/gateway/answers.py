@@ -13,13 +13,13 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from client.aio import Watch
 from client.gateway.errors import ApiError, from_server
 from client.gateway.forms import ChatForm, CompletionForm
 from client.gateway.metrics import Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest
 from client.gateway.upstream import Servers
 from client.messages import Chunk, GenerateError, collect, name_request
+from client.silence import Watch
 
 logger = logging.getLogger("foretoken.gateway")
 

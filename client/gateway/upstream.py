@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from client.aio import AsyncClient, Watch
+from client.aio import AsyncClient
 from client.messages import Chunk, GenerateError
+from client.silence import Watch
 
 PROBE_SECONDS = 3.0
 """How long a health probe waits for its one token."""
