@@ -51,14 +51,21 @@ class _Ready(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ModelReadyResponse(ready=True)
 
 
-@pytest.fixture
-def ready_port() -> Iterator[int]:
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(_Ready(), server)
+@contextlib.contextmanager
+def serving(servicer: service_pb2_grpc.GRPCInferenceServiceServicer) -> Iterator[int]:
+    """Its port."""
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield port
     server.stop(0).wait()
+
+
+@pytest.fixture
+def ready_port() -> Iterator[int]:
+    with serving(_Ready()) as port:
+        yield port
 
 
 @pytest.mark.parametrize(
@@ -202,12 +209,8 @@ def _whole(request_id: str) -> service_pb2.ModelStreamInferResponse:
 
 @pytest.fixture
 def turns() -> Iterator[str]:
-    server = grpc.server(futures.ThreadPoolExecutor(8))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(_OneAfterTheOther(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(0).wait()
+    with serving(_OneAfterTheOther()) as port:
+        yield f"127.0.0.1:{port}"
 
 
 def test_a_server_that_sends_to_others_is_not_silent(turns: str) -> None:
