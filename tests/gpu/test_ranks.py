@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,10 @@ from kernels import scattered
 from kernels._load import device_stream
 from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_TWO_SHOT_BYTES, can_all_gather, can_all_reduce, meet_peers
 from tests.conftest import code_prompts, greedy
+from tests.families import Case, make_model, random_tokens
+from tests.test_latents import DEEPSEEK
+from tests.test_mixtures import EXPERTS
+from tests.test_own_drafters import DEEPSEEK_NAMES, Own, make_checkpoint
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -270,3 +275,47 @@ def test_tokens_are_those_of_one_rank(dtype: str) -> None:
         different = sum(a != b for a, b in zip(found, answers[1, name, "none"], strict=True))
         print(f"{dtype}, {size} ranks, {name}, {method}: {different} of {len(found)} answers differ from one rank's plain ones")
         assert not different or dtype == "bfloat16"
+
+
+def _generate(folder: Path, prompts: list[list[int]], methods: tuple[str, ...], length: int, **options: Any) -> dict[str, list[list[int]]]:
+    llm = LLM(str(folder), device="cuda", dtype="float32", **options)
+    params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = {m: [r.outputs[0].token_ids for r in llm.generate(asked, params, speculative={"method": m}, use_tqdm=False)] for m in methods}
+    llm.close()
+    return answers
+
+
+def test_prompts_whose_sums_go_by_shares(tmp_path: Path) -> None:
+    """Steps of 4,096 tokens in float32: sums of 16 MiB, in pieces that the products between them do not wait for."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1536, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+    make_model(Case("llama", config=sizes | {"max_position_embeddings": 2304}), tmp_path)
+    prompts = [random_tokens(2048, seed) for seed in range(5)]
+    options = {"max_num_batched_tokens": 4096, "kv_cache_memory": "256MiB", "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    one, two = (_generate(tmp_path, prompts, ("none", "ngram"), 24, tensor_parallel_size=size, **options) for size in (1, 2))
+    assert one == two and two["none"] == two["ngram"]
+
+
+MODELS = {
+    "latents, experts and a drafter of its own": Own(Case("deepseek_v3", config=DEEPSEEK), DEEPSEEK_NAMES, is_norm_recycled=True),
+    "a mixture": Case("qwen3_moe", config=EXPERTS | {"head_dim": 64, "num_experts": 6}),
+}
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("experts", ["split", "whole"])
+@pytest.mark.parametrize("name", MODELS)
+def test_mixtures_and_caches_in_e4m3(name: str, experts: str, cache: str, tmp_path: Path) -> None:
+    """The tokens of one rank, whose cache is in the same type, with and without drafts."""
+    model = MODELS[name]
+    make_checkpoint(model, tmp_path) if isinstance(model, Own) else make_model(model, tmp_path)
+    methods = ("none", "ngram", "mtp") if isinstance(model, Own) else ("none", "ngram")
+    options = {"kv_cache_memory": "64MiB", "kv_cache_dtype": cache}
+    options["speculative_config"] = {"method": methods[-1], "num_speculative_tokens": 2, "adaptive": False}
+    prompts = [random_tokens(30 + seed, seed) for seed in range(4)]
+    answers = []
+    for size in (1, 2):
+        parallel = {"tensor_parallel_size": size, "expert_parallel": experts == "whole"}
+        answers.append(_generate(tmp_path, prompts, methods, 32, parallel_config=parallel, **options))
+    assert answers[0] == answers[1]
+    assert all(found == answers[1]["none"] for found in answers[1].values())
