@@ -21,6 +21,7 @@ import pytest
 from client import Chunk, GenerateError
 from client.gateway import fleet, upstream
 from client.gateway.beginnings import Beginnings, cut
+from client.gateway.errors import from_server
 from client.gateway.fleet import Fleet, Member, find_addresses, is_fleet, split_addresses
 from client.gateway.metrics import Metrics
 from client.gateway.upstream import Corpus, Upstream
@@ -187,6 +188,19 @@ def test_a_corpus_is_for_all_of_them() -> None:
     assert caught.value.code == "INVALID_ARG"
     with pytest.raises(GenerateError, match="no server is known"):
         asyncio.run(make_fleet().add_suffix_corpus("r", ["a"]))
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("failed to connect to all addresses; last error: UNKNOWN: ipv4:10.1.2.3:8001: Connection refused", "failed to connect to all addresses"),
+        ("errors resolving inner-7:8001: [field:hostname lookup error]", "the server's name has no address"),
+        ("ipv6:%5B::1%5D:8001: recvmsg: Connection reset by peer", "the server: recvmsg: Connection reset by peer"),
+    ],
+)
+def test_where_a_server_is_is_not_told(told: str, said: str) -> None:
+    error = from_server(GenerateError(f"request 'r': {told}", "UNAVAILABLE"))
+    assert (error.status_code, error.message) == (503, f"request 'r': {said}")
 
 
 def test_beginnings_are_cut_into_pieces() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from fastapi.responses import JSONResponse
 
 from client.gateway.no_ops import RENAMED, say_rule
 from client.messages import PARAMETERS, GenerateError
+
+logger = logging.getLogger("foretoken.gateway")
 
 RETRY_SECONDS = 1
 NAMES = {"text_input": "prompt", "input_ids": "prompt"}
@@ -57,11 +60,28 @@ _TOO_LONG = re.compile(
 """Of the server's refusals, those of a prompt that no parameter makes fit: clients look for their code, and send a shorter one."""
 
 
+_PLACES = {
+    r"; last error: .*": "",
+    r"errors resolving .*": "the server's name has no address",
+    r"(ipv[46]|dns|unix):[^\s,;]*[^\s,;:]": "the server",
+}
+"""Where a server is that cannot be reached, as gRPC tells it, and what a client is told, who has no business there."""
+
+
+def _hide_places(message: str) -> str:
+    found = message
+    for place, words in _PLACES.items():
+        found = re.sub(place, words, found, flags=re.DOTALL)
+    if found != message:
+        logger.warning("%s", message)
+    return found
+
+
 def from_server(error: GenerateError, names: Mapping[str, str] = NAMES) -> ApiError:
     """The server's refusal as the client sees it. names: what the client's request calls what the server calls otherwise."""
     status, code = _UPSTREAM.get(error.code, (500, "internal_error"))
     if status != 400:
-        return ApiError(status, str(error), code)
+        return ApiError(status, _hide_places(str(error)) if code == "unavailable" else str(error), code)
     named = re.match(r"(?:request '[^']*': )?(\w+)", str(error))
     param = names.get(named[1], named[1]).partition(".")[0] if named and named[1] in PARAMETERS else None
     if _TOO_LONG.search(str(error)):

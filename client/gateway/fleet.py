@@ -147,11 +147,14 @@ class Fleet:
         self._beginnings.note(pieces, member.url)
         return member
 
+    def _nobody(self, whose: str = "") -> GenerateError:
+        return GenerateError(f"{whose}no server is known (addresses that were given: {len(self._addresses)})", "UNAVAILABLE")
+
     async def stream(self, request_id: str, parameters: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """As Upstream.stream. What a server loses before its first token is asked of another."""
         tried: set[Member] = set()
         is_begun = False
-        error = GenerateError(f"request {request_id!r}: no server is known at {', '.join(self._addresses)}", "UNAVAILABLE")
+        error = self._nobody(f"request {request_id!r}: ")
         while (member := self.choose(parameters, tried)) is not None:
             tried.add(member)
             member.num_open += 1
@@ -174,7 +177,7 @@ class Fleet:
     # -- what any of them can answer ----------------------------------------------------------------------------------
 
     async def _ask_any(self, ask: str, *arguments: Any) -> Any:
-        error = GenerateError(f"no server is known at {', '.join(self._addresses)}", "UNAVAILABLE")
+        error = self._nobody()
         for member in sorted(self._members.values(), key=lambda m: (not m.is_up, m.load)):
             try:
                 return await getattr(member.upstream, ask)(*arguments)
@@ -208,7 +211,7 @@ class Fleet:
             if isinstance(error, BaseException):
                 raise error
         if not taken:
-            raise GenerateError(f"no server is known at {', '.join(self._addresses)}", "UNAVAILABLE")
+            raise self._nobody()
         return max(taken, key=lambda answer: answer["num_all_tokens"])
 
     async def check(self) -> None:
