@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import openai
 import pytest
@@ -309,6 +310,59 @@ class TestPrediction:
     def test_other_forms_are_refused(self, address, value):
         status, _, raw = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "prediction": value})
         assert status == 400 and "prediction" in raw.decode()
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in raw.decode().splitlines() if line.startswith("data: {")]
+
+
+class TestTokenIds:
+    """vLLM's `return_token_ids` and `return_tokens_as_token_ids`."""
+
+    BODY: ClassVar[dict[str, Any]] = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
+
+    def test_completions(self, address):
+        prompts = [PROMPT, "x = 1\ny = "]
+        body = {**self.BODY, "prompt": prompts, "n": 2}
+        whole = json.loads(ask(address, "/v1/completions", body)[2])["choices"]
+        expected = [json.loads(ask(address, "/tokenize", {"prompt": p})[2])["tokens"] for p in prompts]
+        assert [c["prompt_token_ids"] for c in whole] == [expected[0]] * 2 + [expected[1]] * 2
+        assert all(len(c["token_ids"]) == 8 for c in whole) and "tokens" not in whole[0]
+        parts = [event["choices"][0] for event in events_of(ask(address, "/v1/completions", {**body, "stream": True})[2])]
+        for choice in whole:
+            own = [part for part in parts if part["index"] == choice["index"]]
+            assert ["prompt_token_ids" in part for part in own] == [True] + [False] * (len(own) - 1)
+            assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"] and [i for p in own for i in p["token_ids"]] == choice["token_ids"]
+        again = json.loads(ask(address, "/v1/completions", {**self.BODY, "prompt": expected[0]})[2])["choices"][0]
+        assert (again["prompt_token_ids"], again["token_ids"]) == (expected[0], whole[0]["token_ids"])
+
+    def test_a_prompt_that_is_repeated(self, address):
+        expected = json.loads(ask(address, "/tokenize", {"prompt": PROMPT})[2])["tokens"]
+        body = {**self.BODY, "prompt": PROMPT, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+        choice = json.loads(ask(address, "/v1/completions", body)[2])["choices"][0]
+        assert choice["prompt_token_ids"] == expected and len(choice["token_ids"]) == 8
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in expected + choice["token_ids"]]
+        assert all(key.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"][1:] for key in top)
+
+    def test_chats(self, address):
+        messages = [{"role": "user", "content": "hi"}]
+        body = {**self.BODY, "messages": messages, "n": 2, "logprobs": True, "return_tokens_as_token_ids": True}
+        whole = json.loads(ask(address, "/v1/chat/completions", body)[2])
+        assert whole["prompt_token_ids"] == json.loads(ask(address, "/tokenize", {"messages": messages})[2])["tokens"]
+        for choice in whole["choices"]:
+            assert [e["token"] for e in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
+            assert "prompt_token_ids" not in choice and len(choice["token_ids"]) == 8
+        events = events_of(ask(address, "/v1/chat/completions", {**body, "stream": True})[2])
+        for choice in whole["choices"]:
+            own = [event for event in events if event["choices"][0]["index"] == choice["index"]]
+            assert [event.get("prompt_token_ids") for event in own] == [whole["prompt_token_ids"]] + [None] * (len(own) - 1)
+            assert [i for event in own for i in event["choices"][0]["token_ids"]] == choice["token_ids"]
+
+    @pytest.mark.parametrize("own", [{"truncation": "auto"}, {"truncate_prompt_tokens": 5}])
+    def test_what_the_gateway_cannot_know_is_refused(self, address, own):
+        body = {**self.BODY, "messages": [{"role": "user", "content": "hi"}], **own}
+        status, _, raw = ask(address, "/v1/chat/completions", body)
+        assert status == 400 and f"return_token_ids does not go with {next(iter(own))}" in raw.decode()
 
 
 class TestAllowedTokens:

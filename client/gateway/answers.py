@@ -109,6 +109,9 @@ class Answer(Response):
         self._usages: dict[int, dict[str, int]] = {}
         """Of each choice, so far."""
         self._is_single = request.n == 1 and len(self._prompts) == 1
+        self._prompt_ids: dict[int, list[int]] = {}
+        """Of each prompt whose tokens have been told, in the first part of each of its choices."""
+        self._have_prompt: set[int] = set()
         self._num_ended = 0
         self._num_predicted = 0
         """Tokens of the answer that the request's prediction had."""
@@ -173,9 +176,23 @@ class Answer(Response):
         ids = self._form.tokens_of(chunk)
         try:
             tokens = dict(zip(ids, await self._upstream.token_bytes(ids))) if ids else {}
+            prompt = await self._prompt_of(choice) if self._request.return_token_ids and choice not in self._have_prompt else None
         except GenerateError as error:  # of the tokenizer, which does not know whom it is asked for
             raise from_server(GenerateError(name_request(self._request_id, error), error.code)) from None
-        return self._form.write(choice, chunk, tokens, is_streamed)
+        part = self._form.write(choice, chunk, tokens, is_streamed)
+        return part if prompt is None else {**part, "prompt_token_ids": prompt}
+
+    async def _prompt_of(self, choice: int) -> list[int]:
+        """The tokens of a choice's prompt. Raises GenerateError."""
+        self._have_prompt.add(choice)
+        which = choice // self._request.n
+        if which not in self._prompt_ids:
+            value = self._prompts[which]
+            if "messages" in value:
+                assert isinstance(self._request, ChatRequest)
+                value = self._request.prompt_value()
+            self._prompt_ids[which] = value["input_ids"] if "input_ids" in value else await self._upstream.tokenize(value)
+        return self._prompt_ids[which]
 
     def _usage_body(self) -> dict[str, Any]:
         usage = self._usage
@@ -214,7 +231,13 @@ class Answer(Response):
 
     async def _whole_body(self, chunks: list[Chunk]) -> dict[str, Any]:
         choices = [await self._write(c.index, c, is_streamed=False) for c in collect(chunks)]
-        return {**self._head, "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
+        prompt = [own for own in map(self._take_prompt, choices) if own][:1]
+        return {**self._head, **(prompt[0] if prompt else {}), "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
+
+    def _take_prompt(self, part: dict[str, Any]) -> dict[str, Any]:
+        """A chat's answer tells of the prompt beside its choices, of which a completion's have one each."""
+        is_told = isinstance(self._form, ChatForm) and "prompt_token_ids" in part
+        return {"prompt_token_ids": part.pop("prompt_token_ids")} if is_told else {}
 
     def _part_event(self, part: dict[str, Any]) -> bytes:
         """Of a part that says nothing, since its text may turn out to be a call, none."""
@@ -222,11 +245,12 @@ class Answer(Response):
         if part["finish_reason"] and part.get("delta", {}).get("tool_calls"):  # openai's library sees the end of a call in a chunk behind it
             nothing: dict[str, Any] = {key: [] for key in ("token_ids", "tokens", "token_sources") if key in part}
             call = {key: value for key, value in part.items() if key != "speculation"}
-            return self._part_event({**call, "finish_reason": None}) + self._part_event({**part, **nothing, "delta": {}, "logprobs": None})
+            last = {key: value for key, value in part.items() if key != "prompt_token_ids"}
+            return self._part_event({**call, "finish_reason": None}) + self._part_event({**last, **nothing, "delta": {}, "logprobs": None})
         if part.get("delta") == {} and not (part["finish_reason"] or part["logprobs"] or options.continuous_usage_stats or "token_ids" in part):
             return b""
         usage = {"usage": self._usage_body()} if options.continuous_usage_stats else {"usage": None} if options.include_usage else {}
-        return _event({**self._head, "object": self._form.chunk_object, **usage, "choices": [part]})
+        return _event({**self._head, "object": self._form.chunk_object, **self._take_prompt(part), **usage, "choices": [part]})
 
     def _last_events(self) -> bytes:
         if not self._request.stream_options.include_usage:

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from client.gateway.aliases import alias
 from client.gateway.answers import Answer
 from client.gateway.entrance import ERROR_CODE, PATHS, ApiKeys, BodyLimit, OtherPaths, RequestLog
-from client.gateway.errors import ApiError, from_server, from_unreadable, from_validation
+from client.gateway.errors import ApiError, from_server, from_unreadable, from_validation, hide_places
 from client.gateway.fleet import Fleet, is_fleet, split_addresses
 from client.gateway.forms import show
 from client.gateway.metrics import CONTENT_TYPE, Metrics
@@ -190,7 +190,7 @@ def create_app(settings: Settings) -> FastAPI:
         try:
             await upstream.check()
         except GenerateError as error:
-            return JSONResponse({"status": "unavailable", "error": str(error)}, 503)
+            return JSONResponse({"status": "unavailable", "error": hide_places(str(error))}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")

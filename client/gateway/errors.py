@@ -68,20 +68,20 @@ _PLACES = {
 """Where a server is that cannot be reached, as gRPC tells it, and what a client is told, who has no business there."""
 
 
-def _hide_places(message: str) -> str:
-    found = message
+def hide_places(message: str) -> str:
     for place, words in _PLACES.items():
-        found = re.sub(place, words, found, flags=re.DOTALL)
-    if found != message:
-        logger.warning("%s", message)
-    return found
+        message = re.sub(place, words, message, flags=re.DOTALL)
+    return message
 
 
 def from_server(error: GenerateError, names: Mapping[str, str] = NAMES) -> ApiError:
     """The server's refusal as the client sees it. names: what the client's request calls what the server calls otherwise."""
     status, code = _UPSTREAM.get(error.code, (500, "internal_error"))
     if status != 400:
-        return ApiError(status, _hide_places(str(error)) if code == "unavailable" else str(error), code)
+        message = hide_places(str(error)) if code == "unavailable" else str(error)
+        if message != str(error):
+            logger.warning("%s", error)
+        return ApiError(status, message, code)
     named = re.match(r"(?:request '[^']*': )?(\w+)", str(error))
     param = names.get(named[1], named[1]).partition(".")[0] if named and named[1] in PARAMETERS else None
     if _TOO_LONG.search(str(error)):

@@ -43,8 +43,12 @@ class Form:
 
     def __init__(self, request: CompletionRequest | ChatRequest) -> None:
         self.has_logprobs = request.parameters()["logprobs"] is not None
-        self.has_tokens = request.return_tokens
+        self.has_tokens, self.has_ids = request.return_tokens, request.return_token_ids
+        self._are_ids_shown = request.return_tokens_as_token_ids
         self._written: dict[int, _Written] = {}
+
+    def _show(self, token_id: int, tokens: TokenBytes) -> str:
+        return f"token_id:{token_id}" if self._are_ids_shown else show(tokens[token_id])
 
     def tokens_of(self, chunk: Chunk) -> list[int]:
         """The tokens whose bytes `write` wants."""
@@ -62,6 +66,8 @@ class Form:
         pieces = [written.characters.decode(tokens[i]) for i in chunk.token_ids] if tokens else []
         choice["logprobs"] = self._logprobs(chunk, tokens, pieces, written) if self.has_logprobs else None
         choice["finish_reason"] = self._finish_reason(index, chunk)
+        if self.has_ids:  # with echo the prompt's are told apart
+            choice["token_ids"] = [i for i, source in zip(chunk.token_ids, chunk.sources) if source != "prompt"]
         if self.has_tokens:
             choice["token_ids"] = chunk.token_ids
             choice["tokens"] = pieces
@@ -91,7 +97,8 @@ class CompletionForm(Form):
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
         """With echo, the prompt's first token has none."""
         entries = chunk.logprobs or []
-        tops = [{show(tokens[top["id"]]): top["logprob"] for top in (entry, *entry["top"])} for entry in entries]  # the token too, as OpenAI has it
+        # The token too, as OpenAI has it.
+        tops = [{self._show(top["id"], tokens): top["logprob"] for top in (entry, *entry["top"])} for entry in entries]
         unscored = [None] * (len(chunk.token_ids) - len(entries))
         offsets = []
         for place, piece in enumerate(pieces):
@@ -99,7 +106,7 @@ class CompletionForm(Form):
             if chunk.sources[place] != "prompt" or chunk.text.startswith(piece, written.num_characters):  # its special tokens are not in the text
                 written.num_characters += len(piece)
         return {
-            "tokens": [show(tokens[i]) for i in chunk.token_ids],
+            "tokens": [self._show(i, tokens) for i in chunk.token_ids],
             "token_logprobs": [*unscored, *(entry["logprob"] for entry in entries)],
             "top_logprobs": [*unscored, *tops],
             "text_offset": offsets,
@@ -147,8 +154,7 @@ class ChatForm(Form):
 
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            token = tokens[token_id]
-            return {"token": show(token), "logprob": logprob, "bytes": list(token)}
+            return {"token": self._show(token_id, tokens), "logprob": logprob, "bytes": list(tokens[token_id])}
 
         content = [
             {**entry(e["id"], e["logprob"]), "top_logprobs": [entry(top["id"], top["logprob"]) for top in e["top"]]} for e in chunk.logprobs or ()

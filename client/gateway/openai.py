@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from client.gateway.chats import Message, Templated, Text, TextPart, write_chat
 from client.gateway.no_ops import drop_no_ops
 from client.gateway.strict import Strict
 from client.gateway.structured import StructuredRequest
@@ -21,7 +21,6 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # a list of a million wrong things is one error, not a million
 Strings = Annotated[list[str], Field(fail_fast=True)]
-Text = Annotated[str, Field(min_length=1)]
 
 
 def _leave_wrong(values: Any) -> Any:
@@ -38,37 +37,6 @@ _SAME_NAME = (
     "skip_special_tokens", "priority", "timeout_ms", "speculative", "truncate_prompt_tokens",
 )  # fmt: skip
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
-
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much is to be thought: a hint to templates that know `reasoning_effort`; none is `enable_thinking` false as well."""
-
-
-def effort_variables(effort: Effort | None) -> dict[str, Any]:
-    """What a template is given for it, by the names that templates of reasoning models use."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
-
-
-class TextPart(Strict):
-    type: Literal["text", "input_text", "output_text"]
-    """The last two are those of responses."""
-    text: str
-    cache_control: Any = None
-    """With the next: where a beginning ends that is to be kept. Of no effect: all beginnings are."""
-    prompt_cache_breakpoint: Any = None
-
-
-class RefusalPart(Strict):
-    """Of a former answer of another server's: what it said in the place of one."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
 
 
 class Prediction(Strict):
@@ -123,6 +91,10 @@ class GenerateRequest(StructuredRequest):
     prediction: Prediction | None = None
     return_tokens: bool = False
     """Each choice also lists its tokens: ids, text and who proposed them."""
+    return_token_ids: bool = False
+    """vLLM's: each choice has token_ids, and the prompt's are told, which must be whole for it."""
+    return_tokens_as_token_ids: bool = False
+    """vLLM's: log-probabilities name tokens `token_id:N`, which tells those apart that write the same."""
     # Of no effect on the answer:
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -132,6 +104,17 @@ class GenerateRequest(StructuredRequest):
     @classmethod
     def _drop_no_ops(cls, values: Any) -> Any:
         return drop_no_ops(values, cls.model_fields) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> GenerateRequest:
+        if self.truncate_prompt_tokens is not None:
+            self.check_prompt_is_whole("truncate_prompt_tokens")
+        return self
+
+    def check_prompt_is_whole(self, name: str) -> None:
+        """Raises ValueError where the prompt's tokens are asked for, of which the server may drop some by this name."""
+        if self.return_token_ids:
+            raise ValueError(f"return_token_ids does not go with {name}: which tokens a prompt keeps is decided behind the gateway")
 
     def parameters(self) -> dict[str, Any]:
         """The decode model's inputs, without the prompt."""
@@ -190,80 +173,6 @@ class CompletionRequest(GenerateRequest):
         return {**super().server_names(), "text_input": "text" if self.prompt is None else "prompt", "input_ids": "prompt"}
 
 
-_LOST = {"function_call": "send tool_calls, which have ids", "audio": "models of text alone are served"}
-"""Of a message, what no template reads: the model would not know of it."""
-
-
-class Message(BaseModel):
-    """Other keys than these two are the chat template's business."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Text
-    content: str | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)] | None = None
-    """Null where the message calls tools, or refuses to answer (`refusal`); a server's answer, or a tool's, may also be nothing."""
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _check_parts(cls, value: Any) -> Any:
-        kinds = [part.get("type") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
-        if other := [kind for kind in kinds if isinstance(kind, str) and kind not in ("text", "input_text", "output_text", "refusal")]:
-            raise ValueError(f"a part of type {other[0]!r:.40}: models of text alone are served")
-        return value
-
-    @model_validator(mode="after")
-    def _check_content(self) -> Message:
-        extra = self.model_extra or {}
-        if self.content is None and isinstance(extra.get("refusal"), str):
-            self.content = extra["refusal"]
-        if known := [name for name in _LOST if extra.get(name) is not None]:
-            raise ValueError(f"{known[0]}: {_LOST[known[0]]}")
-        if self.content is None and not extra.get("tool_calls") and self.role not in ("assistant", "tool"):
-            raise ValueError(f"one of role {self.role!r:.40} has no content, and calls no tools")
-        return self
-
-    def flat(self) -> dict[str, Any]:
-        """With its content as one text; null beside calls stays: some templates tell calls by it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        if self.content is None and (self.model_extra or {}).get("tool_calls"):
-            return {"role": self.role, "content": None, **(self.model_extra or {})}
-        return {"role": self.role, "content": content, **(self.model_extra or {})}
-
-
-class Templated(Strict):
-    """What chats tell the template, beside messages and tools."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's: more variables, such as enable_thinking."""
-    reasoning_effort: Effort | None = None
-    add_generation_prompt: bool | None = None
-    """vLLM's, as the next ones: whether the assistant's turn is opened. Default: unless the final message goes on."""
-    continue_final_message: bool | None = None
-    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    """What the answer is to go by, where the template reads it."""
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """As decode takes them."""
-        turn = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
-        given = {name: value for name, value in turn.items() if value is not None}
-        documents = {"documents": self.documents} if self.documents else {}
-        return {**effort_variables(self.reasoning_effort), **documents, **(self.chat_template_kwargs or {}), **given}
-
-    def check_is_used(self, has_messages: bool) -> None:
-        """Raises ValueError for what a prompt without a template has no use for."""
-        turn = {"add_generation_prompt": True, "continue_final_message": False}
-        idle: dict[str, Any] = {"chat_template_kwargs": {}, "reasoning_effort": None, "documents": [], **turn}
-        if not has_messages and (given := [name for name, value in idle.items() if getattr(self, name) not in (None, value)]):
-            raise ValueError(f"{given[0]} needs messages: text has no template")
-
-
-def write_chat(messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> dict[str, Any]:
-    """A chat as the tokenizer model's input."""
-    found = {"messages": [m.flat() for m in messages], "tools": tools, "chat_template_kwargs": variables}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value}
-
-
 class ChatRequest(Templated, GenerateRequest):
     """POST /v1/chat/completions."""
 
@@ -286,6 +195,8 @@ class ChatRequest(Templated, GenerateRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
         self.check_is_used(self.messages is not None)
+        if self.truncation == "auto":
+            self.check_prompt_is_whole("truncation")
         if self.truncation is not None and self.messages is None:
             raise ValueError("truncation needs messages: truncate_prompt_tokens shortens a text")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
+from client.gateway.chats import Effort, RefusalPart, Text
 from client.gateway.no_ops import drop_no_ops
-from client.gateway.openai import ChatRequest, Effort, Int32, Int64, Numbers, RefusalPart, Strict, Strings, Text
+from client.gateway.openai import ChatRequest, Int32, Int64, Numbers, Strings
+from client.gateway.strict import Strict
 from client.gateway.structured import JsonSchema, ObjectFormat, SchemaFormat, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"

@@ -127,6 +127,6 @@ class Upstream:
         except asyncio.CancelledError:
             if not watch.has_fired:
                 raise
-            raise GenerateError(f"{self.url}: no token within {PROBE_SECONDS:g} s", "TIMEOUT") from None
+            raise GenerateError(f"no token within {PROBE_SECONDS:g} s", "TIMEOUT") from None
         finally:
             watch.stop()
