@@ -87,6 +87,8 @@ def check_numbers(name: str, value: Any) -> None:
         is_right = array.dtype.kind in kinds and array.min(initial=0) >= -end and array.max(initial=0) < end
     else:
         is_right = array.dtype.kind in kinds
+        if is_right and kind == "FP32" and np.abs(array[np.isfinite(array)]).max(initial=0) > np.finfo(np.float32).max:
+            words, is_right = f"{words} that float32 holds, up to {np.finfo(np.float32).max:.4g}", False
     if array.size and not is_right:
         raise GenerateError(f"{name} must be {words}, got {value!r:.80}", "INVALID_ARG")
 

@@ -324,6 +324,7 @@ def test_half_a_surrogate_pair_is_the_callers_fault(values: dict, name: str) -> 
         ("stop_token_ids", [1, 2**31], "an integer from"),
         ("top_k", 2.5, "an integer from"),
         ("temperature", "0.5", "a number"),
+        ("frequency_penalty", -1e39, "a number that float32 holds, up to 3.403e+38, got -1e+39"),
         ("ignore_eos", "false", "true or false"),
         ("input_ids", [[1], [2, 3]], "an integer from"),
     ],
