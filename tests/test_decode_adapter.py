@@ -443,3 +443,13 @@ def test_draft_calls_that_do_not_fit(adapter, changes, message):
     assert read(DRAFT_CALL)[0].page_ids == [[7]]
     with pytest.raises(ValueError, match=message):
         read({**DRAFT_CALL, **changes})
+
+
+def test_the_tokenizer_names_the_byte_that_is_no_text(adapter):
+    """As the decode model does: through the ensemble it is this error that a client gets."""
+    from backend.adapters.tokenizer import TritonPythonModel
+
+    model = object.__new__(TritonPythonModel)
+    model._max_characters = 100
+    with pytest.raises(ValueError, match="text_input is not valid UTF-8: byte 0xff at 2"):
+        model._read_text("text_input", np.array([b"ab\xff\xfe"], dtype=object))
