@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from backend.config import BUNDLED_MODEL
@@ -400,3 +401,55 @@ def test_the_tokenizer_takes_what_the_model_takes(adapter, tmp_path):
         assert _max_characters(tmp_path) == expected * MAX_CHARACTERS_PER_TOKEN
     (tmp_path / "config.json").write_text("{}")
     assert _max_characters(tmp_path) == MAX_CHARACTERS
+
+
+DRAFT_CALL: dict[str, Any] = {
+    "session": [1, 0, 8, 16],
+    "tokens": [3, 4],
+    "hidden": [[0.0] * 6] * 2,
+    "requests": [[2, 2, 3, 1, 0, 0, 0]],
+    "filters": [[0.0] * 3],
+    "pages": [7],
+    "fresh_pages": [7],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"session": [1, 0, -5, -64], "requests": [[2, 2, 3, -1, 0, 0, 0]], "pages": [], "fresh_pages": []}, "session: -5 pages of -64 tokens"),
+        ({"session": [1, 0, 8, -64], "requests": [[2, 2, 3, -1, 0, 0, 0]]}, "session: 8 pages of -64 tokens"),
+        ({"requests": [[2, 2, 3, -1, 0, 0, 0]]}, "requests: 2 of 2 tokens with 3 drafts do not fit -1 pages of 16"),
+        ({"requests": [[2, 2, 17, 2, 0, 0, 0]], "pages": [6, 7]}, "requests: 17 drafts of one request; the limit is 16"),
+        ({"requests": [[2, 2, 3, 1, 3, 0, 0]]}, "requests: drafts are chosen in one of the ways 0, 1, 2, got 3"),
+        ({"pages": [8]}, "pages: page 8 is not one of 0 to 7"),
+        ({"fresh_pages": [-1]}, "fresh_pages: page -1 is not one of 0 to 7"),
+        ({"pages": [6, 7]}, "pages: 2 came for requests that have 1"),
+        ({"tokens": [3, -4]}, "tokens: id -4 is not one of 0 to 99"),
+        ({"hidden": [[0.0] * 5] * 2}, "hidden: rows have 5 values; the model's have 6"),
+    ],
+)
+def test_draft_calls_that_do_not_fit(adapter, changes, message):
+    """Each names its input, what it has and what it may have; an engine's own call is read."""
+    from backend.adapters.draft_io import read_call
+
+    kinds = {"hidden": np.float32, "filters": np.float32, "session": np.int64, "requests": np.int64}
+
+    def read(values: dict[str, Any]) -> Any:
+        arrays = {name: np.array(value, dtype=kinds.get(name, np.int32)) for name, value in values.items()}
+        tensors = [SimpleNamespace(name=lambda n=n: n, as_numpy=lambda a=a: a, is_cpu=lambda: True) for n, a in arrays.items()]
+        return read_call(SimpleNamespace(inputs=lambda: tensors), 100, 6, 64)
+
+    assert read(DRAFT_CALL)[0].page_ids == [[7]]
+    with pytest.raises(ValueError, match=message):
+        read({**DRAFT_CALL, **changes})
+
+
+def test_the_tokenizer_names_the_byte_that_is_no_text(adapter):
+    """As the decode model does: through the ensemble it is this error that a client gets."""
+    from backend.adapters.tokenizer import TritonPythonModel
+
+    model = object.__new__(TritonPythonModel)
+    model._max_characters = 100
+    with pytest.raises(ValueError, match="text_input is not valid UTF-8: byte 0xff at 2"):
+        model._read_text("text_input", np.array([b"ab\xff\xfe"], dtype=object))

@@ -147,8 +147,8 @@ def test_others_cannot_disturb_the_drafter(server, offline):
         long = np.array([[1, 2048, 1, 128, 0, 0, 0]], dtype=np.int64)
         for changes, message in (
             ({}, "open a new session"),
-            ({"pages": np.array([64], dtype=np.int32)}, "not one of 0 to 63"),
-            ({"tokens": np.array([4096], dtype=np.int32)}, "not one of 0 to 4095"),
+            ({"pages": np.array([64], dtype=np.int32)}, "pages: page 64 is not one of 0 to 63"),
+            ({"tokens": np.array([4096], dtype=np.int32)}, "tokens: id 4096 is not one of 0 to 4095"),
             ({"requests": long, "pages": np.zeros(128, dtype=np.int32)}, "more than the context of 2048"),
             ({"hidden": np.zeros((2, 192), dtype=np.float32)}, "1 tokens, 2 hidden rows"),
         ):

@@ -323,6 +323,20 @@ def test_scores_that_are_no_numbers(policy: dict[str, Any], folder: Path, target
     check_tokens(target[1], "eagle3", model=str(own), **policy)
 
 
+@pytest.mark.parametrize("tree", [{"tree_nodes": 16}, {"tree_paths": [[0], [1], [0, 0], [0, 0, 0]], "num_speculative_tokens": None}], ids=str)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_scores_in_a_tree_that_are_no_numbers(depth: int, tree: dict[str, Any], folder: Path, target: tuple[Any, Path]) -> None:
+    """From a level on: sorted, they would come before the drafts that they follow, and one drafter's overflow would end everybody's step."""
+    prompts, params = [{"prompt_token_ids": random_tokens(20)}], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    llm = serve(target[1], method="eagle3", model=str(folder), **tree)
+    drafter = llm.engine.worker.drafter
+    assert drafter is not None
+    own = drafter.logits
+    drafter.logits = lambda states, step: own(states, step) * (float("nan") if step >= depth else 1.0)  # type: ignore[method-assign]
+    answers = [llm.generate(prompts, params, speculative=choice, use_tqdm=False)[0].outputs[0] for choice in (None, {"method": "none"})]
+    assert answers[0].token_ids == answers[1].token_ids and answers[0].stats.drafted > 0
+
+
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 2], [1, 0, 0]]
 
 

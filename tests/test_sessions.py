@@ -101,6 +101,19 @@ def test_calls_are_counted_by_session(make_service):
     assert draft(shared, 2, 2).token_ids == draft(shared, 1, 0).token_ids == first
 
 
+@pytest.mark.parametrize(("num_pages", "page_size"), [(1000, 16), (4, 64)])
+def test_a_session_keeps_its_pages(make_service, num_pages, page_size):
+    """A call's pages are checked by what it says of them itself: ones that the session does not have would be written all the same."""
+    shared = DraftSessions(make_service)
+    draft(shared, 1, 0)
+    number = CallNumber(1, 1, num_pages, page_size)
+    with pytest.raises(DraftError, match=f"call 1 of session 1 is for {num_pages} pages of {page_size} tokens; the session has 4 of 16: open a new"):
+        shared.draft(call_of(number), number)
+    with pytest.raises(DraftError, match="open a new session"):
+        draft(shared, 1, 1)
+    draft(shared, 1, 0)
+
+
 def test_memory_is_bounded(make_service):
     shared = DraftSessions(make_service, make_service().count_bytes(9, 16))  # each session has a page more than it is asked for
     with pytest.raises(

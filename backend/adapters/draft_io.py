@@ -17,8 +17,9 @@ import torch
 import triton_python_backend_utils as pb_utils
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from backend.drafters.calls import OWN_NOISE, DraftCall, DraftError, DraftReply
+from backend.drafters.calls import CHOICES, OWN_NOISE, DraftCall, DraftError, DraftReply
 from backend.drafters.sessions import CallNumber
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 
 CALL_SECONDS = 2.0
 """A drafter that has not answered by then counts as dead: the server never answers for a process that died during a call."""
@@ -50,13 +51,15 @@ def call_tensors(call: DraftCall, number: CallNumber) -> list[Any]:
     ]
 
 
-def read_call(request: Any, vocab_size: int, max_model_len: int) -> tuple[DraftCall, CallNumber]:
+def read_call(request: Any, vocab_size: int, hidden_size: int, max_model_len: int) -> tuple[DraftCall, CallNumber]:
     """The reverse of `call_tensors`. Raises ValueError naming the input that does not fit the others, or the model.
 
     Anybody can call the model, and an index out of range would end the process on a GPU.
     """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     session, count, num_pages, page_size = inputs["session"].as_numpy().tolist()
+    if num_pages < 0 or page_size < 1:
+        raise ValueError(f"session: {num_pages} pages of {page_size} tokens are none: give 0 pages or more, of 1 token or more")
     requests = inputs["requests"].as_numpy().tolist()
     call = DraftCall(
         fresh_pages=inputs["fresh_pages"].as_numpy().tolist(),
@@ -74,17 +77,26 @@ def read_call(request: Any, vocab_size: int, max_model_len: int) -> tuple[DraftC
         begin += num_own
         if length + drafts > max_model_len:
             raise ValueError(f"requests: {length} tokens and {drafts} drafts are more than the context of {max_model_len}")
-        if not 1 <= queries <= length or drafts < 0 or num_own * page_size < length + max(drafts - 1, 0):
+        if drafts > MAX_SPECULATIVE_TOKENS:  # each is a forward, for which all other sessions wait
+            raise ValueError(f"requests: {drafts} drafts of one request; the limit is {MAX_SPECULATIVE_TOKENS}")
+        if mode not in CHOICES:
+            raise ValueError(f"requests: drafts are chosen in one of the ways {', '.join(map(str, CHOICES))}, got {mode}")
+        if not 1 <= queries <= length or drafts < 0 or num_own < 0 or num_own * page_size < length + max(drafts - 1, 0):
             raise ValueError(f"requests: {queries} of {length} tokens with {drafts} drafts do not fit {num_own} pages of {page_size}")
-    if any(not 0 <= page < num_pages for page in (*pages, *call.fresh_pages)):
-        raise ValueError(f"pages: a page is not one of 0 to {num_pages - 1}")
-    if any(not 0 <= token_id < vocab_size for token_id in call.token_ids):
-        raise ValueError(f"tokens: an id is not one of 0 to {vocab_size - 1}")
+    for name, own in (("pages", pages), ("fresh_pages", call.fresh_pages)):
+        if wrong := [page for page in own if not 0 <= page < num_pages]:
+            raise ValueError(f"{name}: page {wrong[0]} is not one of 0 to {num_pages - 1}")
+    if begin != len(pages):
+        raise ValueError(f"pages: {len(pages)} came for requests that have {begin}")
+    if unknown := [token_id for token_id in call.token_ids if not 0 <= token_id < vocab_size]:
+        raise ValueError(f"tokens: id {unknown[0]} is not one of 0 to {vocab_size - 1}")
     if not requests or len(call.token_ids) != sum(call.query_lens) or len(call.filters) != len(requests) or len(call.hidden) != len(call.token_ids):
         raise ValueError(
             f"{len(requests)} requests of {sum(call.query_lens)} tokens came with {len(call.token_ids)} tokens, {len(call.hidden)} hidden rows "
             f"and {len(call.filters)} filters"
         )
+    if call.hidden.shape[1] != hidden_size:
+        raise ValueError(f"hidden: rows have {call.hidden.shape[1]} values; the model's have {hidden_size}")
     return call, CallNumber(session, count, num_pages, page_size)
 
 

@@ -78,7 +78,8 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         try:
-            call, number = read_call(request, self._target.vocab_size, self._target.max_model_len)
+            target = self._target
+            call, number = read_call(request, target.vocab_size, target.hidden_size, target.max_model_len)
         except Exception as error:  # nobody's session ends by it: the supervisor asks with such calls whether this process answers
             return _refuse(error)
         try:

@@ -114,7 +114,8 @@ class DescribeCall:
     """A request to say what is served."""
 
 
-def _text(name: str, value: Any) -> str:
+def read_text(name: str, value: Any) -> str:
+    """Raises RequestError for bytes that are no text."""
     if isinstance(value, str):
         return value
     try:
@@ -200,7 +201,7 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
         if array.size == 0 and name != "input_ids":
             continue
         if array.dtype == object:
-            values[name] = [_text(name, v) for v in array.reshape(-1)]
+            values[name] = [read_text(name, v) for v in array.reshape(-1)]
         else:
             values[name] = array.reshape(-1).tolist()
     if "cancel" in values:

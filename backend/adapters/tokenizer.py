@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages, read_template_variables, read_tools
+from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages, read_template_variables, read_text, read_tools
 from backend.adapters.stub import (
     check_interpreter,
     end_with_server,
@@ -90,10 +90,7 @@ class TritonPythonModel:
         value = values[0]
         if len(value) > MAX_UTF8_BYTES * self._max_characters:
             raise RequestError(f"{name} has {len(value)} bytes; the limit is {self._max_characters} characters")
-        try:
-            text = value if isinstance(value, str) else bytes(value).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{name} is not valid UTF-8 at byte {error.start}") from None
+        text = read_text(name, value)
         if not text:
             raise RequestError("the prompt is empty")
         if len(text) > self._max_characters:

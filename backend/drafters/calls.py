@@ -9,6 +9,7 @@ import torch
 
 LIKELIEST, SHARED_NOISE, OWN_NOISE = 0, 1, 2
 """How drafts are chosen: the likeliest; drawn with the noise that the target will draw with; drawn with noise of their own."""
+CHOICES = (LIKELIEST, SHARED_NOISE, OWN_NOISE)
 
 
 class DraftError(RuntimeError):

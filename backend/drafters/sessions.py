@@ -39,6 +39,8 @@ class SessionService(DraftService, Protocol):
 @dataclass(slots=True)
 class _Session:
     service: SessionService
+    num_pages: int
+    page_size: int
     num_bytes: int
     num_calls: int = 0
 
@@ -60,6 +62,12 @@ class DraftSessions:
         if session is None or session.num_calls != number.count:
             self._open.pop(number.session, None)
             raise DraftError(f"call {number.count} of session {number.session:x} is not the one expected here: open a new session")
+        if (session.num_pages, session.page_size) != (number.num_pages, number.page_size):  # by which the call's pages were checked
+            del self._open[number.session]
+            raise DraftError(
+                f"call {number.count} of session {number.session:x} is for {number.num_pages} pages of {number.page_size} tokens; the session "
+                f"has {session.num_pages} of {session.page_size}: open a new session"
+            )
         self._open.move_to_end(number.session)
         session.num_calls += 1
         try:
@@ -87,7 +95,7 @@ class DraftSessions:
                 if not self._open:
                     raise
                 self._close_oldest("the device has no more memory")
-        self._open[number.session] = _Session(service, num_bytes)
+        self._open[number.session] = _Session(service, number.num_pages, number.page_size, num_bytes)
 
     @property
     def _memory(self) -> int:

@@ -112,7 +112,8 @@ class TreeForward:
         if isinstance(tree, StaticTree):
             level = self._levels[depth]
             return _Grown(*(values[:, level.parents, level.ranks] for values in (token_ids, parents, own)))
-        own = own.masked_fill(token_ids < 0, float("-inf"))
+        # What is no number is sorted before all others: before the draft that it follows, too, which has to come first.
+        own = own.masked_fill(token_ids < 0, float("-inf")).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
         return _Grown(token_ids.flatten(1), parents.flatten(1), own.flatten(1))
 
     def _find(self, states: list[torch.Tensor], indices: torch.Tensor, depth: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
