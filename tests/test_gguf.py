@@ -29,7 +29,7 @@ from backend.text import Tokenizer
 from backend.vocabularies import Vocabulary, byte_level_tokenizer
 from deploy.cli import main
 from tests.families import Case, make_model, rope
-from tests.gguf_files import TOKENS, add_tokenizer, write_gguf
+from tests.gguf_files import ARCHITECTURES, TOKENS, add_tokenizer, write_gguf
 from tests.test_families import GEMMA, GLM, LONGROPE, YARN
 from tests.test_latents import DEEPSEEK, EXPERTS, SIZES
 from tests.test_mixtures import ERNIE, QWEN2
@@ -330,6 +330,22 @@ def test_metadata_that_no_model_has(key: str, value: Any, message: str, folder: 
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
     refused(write_gguf(folder, tmp_path / "model.gguf", tokenizer=edit), tmp_path / "out", message)
+
+
+@pytest.mark.parametrize("case", [Case("glm4", config=GLM), Case("glm4_moe", config=GLM_EXPERTS | {"head_dim": 16}), Case("phi3")], ids=str)
+def test_heads_of_nothing(case: Case, tmp_path: Path) -> None:
+    """More of them than the states have numbers: of which no share can turn."""
+    make_model(case, tmp_path / "model")
+    arch = ARCHITECTURES[case.family]
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer)
+        for key in ("attention.key_length", "attention.value_length", "attention.head_count"):
+            writer.kv_data[0].pop(f"{arch}.{key}", None)
+        writer.add_uint32(f"{arch}.attention.head_count", 1000)
+
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", tokenizer=edit)
+    refused(path, tmp_path / "out", "attention.head_count is 1000; it must be no more than embedding_length (")
 
 
 def test_what_is_asked_for_wrongly(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
