@@ -303,6 +303,8 @@ def with_tokens(**changed: Any) -> Callable[[gguf.GGUFWriter], None]:
         ({"tokens": ["a", "b"] * 200}, "tokenizer.ggml.tokens has 400 tokens; the embedding has 301"),
         ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries; there are 10 tokens"),
         ({"eos_token_id": 77}, "tokenizer.ggml.eos_token_id is 77; it must be from 0 to 9"),
+        ({"eos_token_id": True}, "tokenizer.ggml.eos_token_id is True; it must be from 0 to 9"),
+        ({"pre": ["qwen2"]}, "tokenizer.ggml.pre is ['qwen2']; it must be one of: llama3"),
     ],
     ids=str,
 )
@@ -314,6 +316,7 @@ def test_tokenizers_that_are_wrong(changed: dict[str, Any], message: str, folder
     ("key", "value", "message"),
     [
         ("general.architecture", "mamba", "general.architecture 'mamba' is not supported; known: llama, qwen2"),
+        ("general.architecture", ["llama"], "general.architecture ['llama'] is not supported; known: llama, qwen2"),
         ("llama.block_count", 0, "llama: block_count is 0; it must be an integer from 1"),
         ("llama.attention.head_count_kv", [2, 4], "attention.head_count_kv is [2, 4]; it must be the same for all layers"),
         ("llama.rope.scaling.type", "su", "rope.scaling.type is 'su'; it must be none, linear, yarn or longrope"),

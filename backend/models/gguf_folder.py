@@ -108,7 +108,7 @@ def _model_dtype(kinds: list[str]) -> str:
 
 def _read_model(file: GgufFile) -> GgufModel:
     name = file.values.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
+    if not isinstance(name, str) or name not in GGUF_ARCHITECTURES:
         raise ModelError(f"{file.path}: general.architecture {name!r:.40} is not supported; known: {', '.join(GGUF_ARCHITECTURES)}")
     own = {key.removeprefix(f"{name}."): value for key, value in file.values.items() if key.startswith(f"{name}.")}
     shapes, factors = file.shapes, {}
@@ -122,7 +122,7 @@ def _token(file: GgufFile, kind: str, vocab_size: int) -> int | None:
     """The id of bos, eos and so on. Raises ModelError for one that there is no such token for."""
     key = f"tokenizer.ggml.{kind}_token_id"
     value = file.values.get(key)
-    if value is not None and (not isinstance(value, int) or not 0 <= value < vocab_size):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size):
         raise ModelError(f"{file.path}: {key} is {value!r:.40}; it must be from 0 to {vocab_size - 1}")
     return value
 
@@ -150,6 +150,8 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
         f"{kind}_token": _token(file, own, len(tokens)) for kind, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
     kind, pre = file.values.get("tokenizer.ggml.model"), file.values.get("tokenizer.ggml.pre", "gpt-2")
+    if not isinstance(pre, str):
+        raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r:.40}; it must be one of: {', '.join(PRE_TOKENIZERS)}")
     has_bos = kind == "llama" or (pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].has_bos)
     before, after = (
         names[name] if file.values.get(f"tokenizer.ggml.add_{name}", default) else None
