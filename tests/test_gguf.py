@@ -317,6 +317,10 @@ def test_tokenizers_that_are_wrong(changed: dict[str, Any], message: str, folder
     [
         ("general.architecture", "mamba", "general.architecture 'mamba' is not supported; known: llama, qwen2"),
         ("general.architecture", ["llama"], "general.architecture ['llama'] is not supported; known: llama, qwen2"),
+        ("general.sampling.temp", -1.0, "general.sampling.temp -1.0: temperature must be"),
+        ("general.sampling.top_p", "x", "general.sampling.top_p 'x': top_p must be"),
+        ("tokenizer.chat_template", 5, "tokenizer.chat_template is 5; it must be text"),
+        ("tokenizer.chat_template.tool_use", "{% if %}", "tokenizer.chat_template.tool_use: the chat template is not valid"),
         ("llama.block_count", 0, "llama: block_count is 0; it must be an integer from 1"),
         ("llama.attention.head_count_kv", [2, 4], "attention.head_count_kv is [2, 4]; it must be the same for all layers"),
         ("llama.rope.scaling.type", "su", "rope.scaling.type is 'su'; it must be none, linear, yarn or longrope"),

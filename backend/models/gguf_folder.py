@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from backend.chat_template import ChatTemplate
 from backend.errors import ModelError
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.families.gguf import GGUF_ARCHITECTURES, GgufModel, Metadata
@@ -19,6 +20,7 @@ from backend.models.gguf_file import GgufFile, shortest, stored_dtype
 from backend.models.shards import ShardWriter, check_new, new_folder
 from backend.models.spec import DecoderSpec, Shapes, WeightList
 from backend.models.values import Values
+from backend.sampling_defaults import is_other
 from backend.vocabularies import CONTROL, NORMAL, PRE_TOKENIZERS, Vocabulary, byte_level_tokenizer, sentencepiece_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,7 +51,7 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
                 kinds += [kind] * (len(shape) == 2)
                 writer.add({name: numbers.to(kept)})
         _write(out / "config.json", {"dtype": _model_dtype(kinds) if dtype == "auto" else dtype} | config)
-        _write(out / "generation_config.json", _generation(own.file, config))
+        _write(out / "generation_config.json", own.generation)
         (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
         _write(out / "tokenizer_config.json", own.settings)
 
@@ -67,6 +69,8 @@ class _Plan:
     file: GgufFile
     config: dict[str, Any]
     spec: DecoderSpec
+    generation: dict[str, Any]
+    """generation_config.json."""
     tokenizer: dict[str, Any]
     settings: dict[str, Any]
     """tokenizer_config.json."""
@@ -86,7 +90,7 @@ def _plan(file: GgufFile) -> _Plan:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         raise ModelError(f"{file.path}: tensor {', '.join(unused[:5])}{more} would not be used: the metadata are those of another model")
     weights.check(wanted)
-    return _Plan(file, config, spec, tokenizer, settings, weights, wanted)
+    return _Plan(file, config, spec, _generation(file, config), tokenizer, settings, weights, wanted)
 
 
 def _read_spec(file: GgufFile, model: GgufModel) -> DecoderSpec:
@@ -128,9 +132,12 @@ def _token(file: GgufFile, kind: str, vocab_size: int) -> int | None:
 
 
 def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json says; a file may recommend how to sample."""
+    """What generation_config.json says; a file may recommend how to sample. Raises ModelError for what no request could have."""
     names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    own = {name: value for key, name in names.items() if isinstance(value := file.values.get(f"general.sampling.{key}"), int | float)}
+    own = {name: value for key, name in names.items() if (value := file.values.get(f"general.sampling.{key}")) is not None}
+    for key, name in names.items():
+        if name in own:
+            is_other(str(file.path), f"general.sampling.{key}", name, own[name])
     return {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], **({"do_sample": True} if own else {}), **own}
 
 
@@ -183,8 +190,14 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
 
 
 def _read_template(file: GgufFile) -> Any:
-    """As transformers reads it: text, or several by name."""
-    known = {name: file.values.get(f"tokenizer.chat_template{suffix}") for name, suffix in (("default", ""), ("tool_use", ".tool_use"))}
+    """As transformers reads it: text, or several by name. Raises ModelError for what is none: before weights are written, not after."""
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    known = {name: file.values.get(key) for name, key in keys.items()}
+    for name, template in known.items():
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"{file.path}: {keys[name]} is {template!r:.80}; it must be text")
+        if template:
+            ChatTemplate(template, f"{file.path}: {keys[name]}")
     if known["tool_use"] is None:
         return known["default"]
     return [{"name": name, "template": template} for name, template in known.items() if template is not None]
