@@ -26,14 +26,13 @@ def read_sampling_defaults(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / GENERATION_FILE
     if not is_named(path):
         return {}
-    found = {}
-    for theirs, own in NAMES.items():
-        value = read_json(path).get(theirs)
-        if value is None:
-            continue
-        try:
-            if getattr(SamplingParams(**{own: value}), own) != getattr(SamplingParams(), own):
-                found[own] = value
-        except (ValueError, TypeError) as error:
-            raise ModelError(f"{path}: {theirs} {value!r:.80}: {error}") from None
-    return found
+    values = {name: value for name, value in read_json(path).items() if name in NAMES and value is not None}
+    return {NAMES[name]: value for name, value in values.items() if is_other(str(path), name, NAMES[name], value)}
+
+
+def is_other(where: str, name: str, own: str, value: Any) -> bool:
+    """Whether the value that a file calls `name` is not what a request has by itself. Raises ModelError for one that no request could have."""
+    try:
+        return bool(getattr(SamplingParams(**{own: value}), own) != getattr(SamplingParams(), own))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{where}: {name} {value!r:.80}: {error}") from None

@@ -29,7 +29,7 @@ from backend.text import Tokenizer
 from backend.vocabularies import Vocabulary, byte_level_tokenizer
 from deploy.cli import main
 from tests.families import Case, make_model, rope
-from tests.gguf_files import TOKENS, add_tokenizer, write_gguf
+from tests.gguf_files import ARCHITECTURES, TOKENS, add_tokenizer, write_gguf
 from tests.test_families import GEMMA, GLM, LONGROPE, YARN
 from tests.test_latents import DEEPSEEK, EXPERTS, SIZES
 from tests.test_mixtures import ERNIE, QWEN2
@@ -303,6 +303,8 @@ def with_tokens(**changed: Any) -> Callable[[gguf.GGUFWriter], None]:
         ({"tokens": ["a", "b"] * 200}, "tokenizer.ggml.tokens has 400 tokens; the embedding has 301"),
         ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries; there are 10 tokens"),
         ({"eos_token_id": 77}, "tokenizer.ggml.eos_token_id is 77; it must be from 0 to 9"),
+        ({"eos_token_id": True}, "tokenizer.ggml.eos_token_id is True; it must be from 0 to 9"),
+        ({"pre": ["qwen2"]}, "tokenizer.ggml.pre is ['qwen2']; it must be one of: llama3"),
     ],
     ids=str,
 )
@@ -314,6 +316,11 @@ def test_tokenizers_that_are_wrong(changed: dict[str, Any], message: str, folder
     ("key", "value", "message"),
     [
         ("general.architecture", "mamba", "general.architecture 'mamba' is not supported; known: llama, qwen2"),
+        ("general.architecture", ["llama"], "general.architecture ['llama'] is not supported; known: llama, qwen2"),
+        ("general.sampling.temp", -1.0, "general.sampling.temp -1.0: temperature must be"),
+        ("general.sampling.top_p", "x", "general.sampling.top_p 'x': top_p must be"),
+        ("tokenizer.chat_template", 5, "tokenizer.chat_template is 5; it must be text"),
+        ("tokenizer.chat_template.tool_use", "{% if %}", "tokenizer.chat_template.tool_use: the chat template is not valid"),
         ("llama.block_count", 0, "llama: block_count is 0; it must be an integer from 1"),
         ("llama.attention.head_count_kv", [2, 4], "attention.head_count_kv is [2, 4]; it must be the same for all layers"),
         ("llama.rope.scaling.type", "su", "rope.scaling.type is 'su'; it must be none, linear, yarn or longrope"),
@@ -330,6 +337,22 @@ def test_metadata_that_no_model_has(key: str, value: Any, message: str, folder: 
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
     refused(write_gguf(folder, tmp_path / "model.gguf", tokenizer=edit), tmp_path / "out", message)
+
+
+@pytest.mark.parametrize("case", [Case("glm4", config=GLM), Case("glm4_moe", config=GLM_EXPERTS | {"head_dim": 16}), Case("phi3")], ids=str)
+def test_heads_of_nothing(case: Case, tmp_path: Path) -> None:
+    """More of them than the states have numbers: of which no share can turn."""
+    make_model(case, tmp_path / "model")
+    arch = ARCHITECTURES[case.family]
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer)
+        for key in ("attention.key_length", "attention.value_length", "attention.head_count"):
+            writer.kv_data[0].pop(f"{arch}.{key}", None)
+        writer.add_uint32(f"{arch}.attention.head_count", 1000)
+
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", tokenizer=edit)
+    refused(path, tmp_path / "out", "attention.head_count is 1000; it must be no more than embedding_length (")
 
 
 def test_what_is_asked_for_wrongly(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from backend.chat_template import ChatTemplate
 from backend.errors import ModelError
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.families.gguf import GGUF_ARCHITECTURES, GgufModel, Metadata
@@ -19,6 +20,7 @@ from backend.models.gguf_file import GgufFile, shortest, stored_dtype
 from backend.models.shards import ShardWriter, check_new, new_folder
 from backend.models.spec import DecoderSpec, Shapes, WeightList
 from backend.models.values import Values
+from backend.sampling_defaults import is_other
 from backend.vocabularies import CONTROL, NORMAL, PRE_TOKENIZERS, Vocabulary, byte_level_tokenizer, sentencepiece_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,7 +51,7 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
                 kinds += [kind] * (len(shape) == 2)
                 writer.add({name: numbers.to(kept)})
         _write(out / "config.json", {"dtype": _model_dtype(kinds) if dtype == "auto" else dtype} | config)
-        _write(out / "generation_config.json", _generation(own.file, config))
+        _write(out / "generation_config.json", own.generation)
         (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
         _write(out / "tokenizer_config.json", own.settings)
 
@@ -67,6 +69,8 @@ class _Plan:
     file: GgufFile
     config: dict[str, Any]
     spec: DecoderSpec
+    generation: dict[str, Any]
+    """generation_config.json."""
     tokenizer: dict[str, Any]
     settings: dict[str, Any]
     """tokenizer_config.json."""
@@ -86,7 +90,7 @@ def _plan(file: GgufFile) -> _Plan:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         raise ModelError(f"{file.path}: tensor {', '.join(unused[:5])}{more} would not be used: the metadata are those of another model")
     weights.check(wanted)
-    return _Plan(file, config, spec, tokenizer, settings, weights, wanted)
+    return _Plan(file, config, spec, _generation(file, config), tokenizer, settings, weights, wanted)
 
 
 def _read_spec(file: GgufFile, model: GgufModel) -> DecoderSpec:
@@ -108,7 +112,7 @@ def _model_dtype(kinds: list[str]) -> str:
 
 def _read_model(file: GgufFile) -> GgufModel:
     name = file.values.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
+    if not isinstance(name, str) or name not in GGUF_ARCHITECTURES:
         raise ModelError(f"{file.path}: general.architecture {name!r:.40} is not supported; known: {', '.join(GGUF_ARCHITECTURES)}")
     own = {key.removeprefix(f"{name}."): value for key, value in file.values.items() if key.startswith(f"{name}.")}
     shapes, factors = file.shapes, {}
@@ -122,15 +126,18 @@ def _token(file: GgufFile, kind: str, vocab_size: int) -> int | None:
     """The id of bos, eos and so on. Raises ModelError for one that there is no such token for."""
     key = f"tokenizer.ggml.{kind}_token_id"
     value = file.values.get(key)
-    if value is not None and (not isinstance(value, int) or not 0 <= value < vocab_size):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size):
         raise ModelError(f"{file.path}: {key} is {value!r:.40}; it must be from 0 to {vocab_size - 1}")
     return value
 
 
 def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json says; a file may recommend how to sample."""
+    """What generation_config.json says; a file may recommend how to sample. Raises ModelError for what no request could have."""
     names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    own = {name: value for key, name in names.items() if isinstance(value := file.values.get(f"general.sampling.{key}"), int | float)}
+    own = {name: value for key, name in names.items() if (value := file.values.get(f"general.sampling.{key}")) is not None}
+    for key, name in names.items():
+        if name in own:
+            is_other(str(file.path), f"general.sampling.{key}", name, own[name])
     return {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], **({"do_sample": True} if own else {}), **own}
 
 
@@ -150,6 +157,8 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
         f"{kind}_token": _token(file, own, len(tokens)) for kind, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
     kind, pre = file.values.get("tokenizer.ggml.model"), file.values.get("tokenizer.ggml.pre", "gpt-2")
+    if not isinstance(pre, str):
+        raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r:.40}; it must be one of: {', '.join(PRE_TOKENIZERS)}")
     has_bos = kind == "llama" or (pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].has_bos)
     before, after = (
         names[name] if file.values.get(f"tokenizer.ggml.add_{name}", default) else None
@@ -181,8 +190,14 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
 
 
 def _read_template(file: GgufFile) -> Any:
-    """As transformers reads it: text, or several by name."""
-    known = {name: file.values.get(f"tokenizer.chat_template{suffix}") for name, suffix in (("default", ""), ("tool_use", ".tool_use"))}
+    """As transformers reads it: text, or several by name. Raises ModelError for what is none: before weights are written, not after."""
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    known = {name: file.values.get(key) for name, key in keys.items()}
+    for name, template in known.items():
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"{file.path}: {keys[name]} is {template!r:.80}; it must be text")
+        if template:
+            ChatTemplate(template, f"{file.path}: {keys[name]}")
     if known["tool_use"] is None:
         return known["default"]
     return [{"name": name, "template": template} for name, template in known.items() if template is not None]

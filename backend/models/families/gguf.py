@@ -151,6 +151,14 @@ def _head_dim(config: Config) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
+def _turning_share(meta: Metadata, config: Config, turning: int) -> float:
+    """Of a head."""
+    if not (size := _head_dim(config)):
+        rule = f"no more than embedding_length ({config['hidden_size']}), where there is no attention.key_length"
+        raise meta.values.refuse("attention.head_count", rule)
+    return turning / size
+
+
 def _refuse_partial(meta: Metadata, config: Config) -> None:
     turning = meta.values.get("rope.dimension_count")
     if turning not in (None, _head_dim(config)):
@@ -234,7 +242,7 @@ def phi3(meta: Metadata) -> GgufModel:
     config, values = _read_common(meta), meta.values
     turning = values.integer("rope.dimension_count", 1024, default=_head_dim(config))
     if turning != _head_dim(config):
-        config["partial_rotary_factor"] = turning / _head_dim(config)
+        config["partial_rotary_factor"] = _turning_share(meta, config, turning)
     if "rope_factors_long" in meta.factors:
         if "rope_factors_short" not in meta.factors:
             raise ModelError(f"{values.where}: tensor rope_factors_short is missing")
@@ -271,7 +279,7 @@ def glm4(meta: Metadata) -> GgufModel:
     turning = meta.values.integer("rope.dimension_count", 1024)
     own = {
         "head_dim": _head_dim(config),
-        "partial_rotary_factor": turning / _head_dim(config),
+        "partial_rotary_factor": _turning_share(meta, config, turning),
         "attention_bias": meta.has("blk.0.attn_q.bias"),
     }
     return GgufModel({"architectures": ["Glm4ForCausalLM"], "model_type": "glm4", **config, **own})
@@ -301,7 +309,7 @@ def glm4moe(meta: Metadata) -> GgufModel:
     turning = values.integer("rope.dimension_count", 1024)
     own = {
         "head_dim": _head_dim(config),
-        "partial_rotary_factor": turning / _head_dim(config),
+        "partial_rotary_factor": _turning_share(meta, config, turning),
         "attention_bias": meta.has("blk.0.attn_q.bias"),
         "use_qk_norm": meta.has("blk.0.attn_q_norm.weight"),
         "num_hidden_layers": config["num_hidden_layers"] - modules,
