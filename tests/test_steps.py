@@ -81,7 +81,7 @@ FREE, FORCED = {"regex": "[a-z =0-9.()\\n]{300}"}, {"regex": "(self_width_and_he
 @pytest.mark.parametrize("form", [FREE, FORCED], ids=["free", "forced"])
 def test_a_request_with_a_grammar_sits_out_only_where_much_is_forced(texts, planned, form) -> None:
     """Its masks come when its step is under way already; forced tokens are drafts, and for these it waits."""
-    llm = LLM(speculative_config={"method": "none"}, async_scheduling=True)
+    llm = LLM(speculative_config={"method": "none", "adaptive": False}, async_scheduling=True)  # by measured times forced tokens may not be worth it
     others = {f"other {i}" for i in range(3)}
     for name, ids in zip(sorted(others), texts):
         submit(llm, name, ids, greedy(50))
