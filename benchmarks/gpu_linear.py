@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -51,29 +51,30 @@ def measure_bandwidth(device: torch.device) -> tuple[float, float]:
 class Layer:
     """The weights of one layer, at random."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sizes: Mapping[str, tuple[int, int]] = SHAPES) -> None:
         def draw(out_size: int, in_size: int) -> torch.Tensor:
             return torch.empty(out_size, in_size, device=device, dtype=torch.bfloat16).normal_(std=in_size**-0.5)
 
-        self.qkv, self.o, self.gate_up, self.down = (draw(*SHAPES[name]) for name in ("qkv", "o", "gate_up", "down"))
-        self.norms = torch.ones(2, HIDDEN, device=device, dtype=torch.bfloat16).unbind()
+        self.qkv, self.o, self.gate_up, self.down = (draw(*sizes[name]) for name in ("qkv", "o", "gate_up", "down"))
+        self.norms = torch.ones(2, sizes["qkv"][1], device=device, dtype=torch.bfloat16).unbind()
 
 
-def run_fused(x: torch.Tensor, layers: list[Layer], head: torch.Tensor) -> torch.Tensor:
+def run_fused(x: torch.Tensor, layers: list[Layer]) -> None:
+    """Layers' products, norms and SiLU, as they change x."""
     for layer in layers:
         y = norm_linear(x, layer.norms[0], EPS, layer.qkv)
-        add_linear(x, y[:, :HIDDEN], layer.o)
+        add_linear(x, y[:, : layer.o.shape[1]], layer.o)
         add_linear(x, norm_gated_linear(x, layer.norms[1], EPS, layer.gate_up), layer.down)
-    return norm_linear(x, layers[0].norms[0], EPS, head)
 
 
-def run_unfused(x: torch.Tensor, layers: list[Layer], head: torch.Tensor, product: Callable[..., torch.Tensor]) -> torch.Tensor:
+def run_unfused(x: torch.Tensor, layers: list[Layer], product: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """The same, each by itself -> what comes behind the last norm."""
     y = rms_norm(x, layers[0].norms[0], EPS)
     for layer in layers:
-        y = product(product(y, layer.qkv)[:, :HIDDEN], layer.o)
+        y = product(product(y, layer.qkv)[:, : layer.o.shape[1]], layer.o)
         y = product(silu_mul(product(add_rms_norm(y, x, layer.norms[1], EPS), layer.gate_up)), layer.down)
         y = add_rms_norm(y, x, layer.norms[0], EPS)
-    return product(y, head)
+    return y
 
 
 def compare_shapes(device: torch.device, tokens: list[int]) -> None:
@@ -97,9 +98,15 @@ def compare_chain(device: torch.device, tokens: list[int], num_layers: int, copy
     print(f"{'M':>3} {'cuBLAS ms':>10} {'unfused ms':>11} {'fused ms':>9} {'TB/s':>6} {'cuBLAS/fused':>13} {'of the sum':>11}")
     for num_tokens in tokens:
         x = torch.randn(num_tokens, HIDDEN, device=device, dtype=torch.bfloat16)
-        theirs = measure(lambda: run_unfused(x.clone(), layers, head, F.linear))  # noqa: B023
-        apart = measure(lambda: run_unfused(x.clone(), layers, head, linear))  # noqa: B023
-        fused = measure(lambda: run_fused(x.clone(), layers, head))  # noqa: B023
+
+        def all_fused(x: torch.Tensor = x) -> None:
+            state = x.clone()
+            run_fused(state, layers)
+            norm_linear(state, layers[0].norms[0], EPS, head)
+
+        theirs = measure(lambda: F.linear(run_unfused(x.clone(), layers, F.linear), head))  # noqa: B023
+        apart = measure(lambda: linear(run_unfused(x.clone(), layers, linear), head))  # noqa: B023
+        fused = measure(all_fused)
         speed = num_bytes / fused / 1e9
         print(f"{num_tokens:3} {theirs:10.3f} {apart:11.3f} {fused:9.3f} {speed:6.2f} {theirs / fused:13.2f} {speed / read:11.0%}")
 

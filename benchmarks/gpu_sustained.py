@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu_linear import EPS, Layer, run_fused, run_unfused
 from kernels._load import device_stream
-from kernels.activation import silu_mul
-from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
-from kernels.norm import add_rms_norm
 from kernels.quantized import quantized_add_linear, quantized_norm_gated_linear, quantized_norm_linear
 from kernels.quantized_weight import QuantizedWeight
 from kernels.rounded import rounding_activations
 
-EPS, COPIES, BATCH, PROMPTS = 1e-5, 3, 0.05, 128 * 512
+COPIES, BATCH, PROMPTS = 3, 0.05, 128 * 512
 """COPIES: layers that take turns; BATCH: seconds of one timed run, about."""
 
 
@@ -91,36 +89,18 @@ Call = Callable[[], object]
 
 def plain_layers(products: dict[str, tuple[int, int]], num_tokens: int, device: torch.device) -> Iterator[tuple[str, Call]]:
     """Ways to compute the layers' products in bfloat16."""
-    (qkv_size, hidden), queries = products["qkv"], products["o"][1]
-    x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
-    norm = torch.ones(hidden, device=device, dtype=torch.bfloat16)
-    layers = [
-        {name: torch.empty(*size, device=device, dtype=torch.bfloat16).normal_(std=size[1] ** -0.5) for name, size in products.items()}
-        for _ in range(COPIES)
-    ]
+    x = torch.randn(num_tokens, products["qkv"][1], device=device, dtype=torch.bfloat16)
+    layers = [Layer(device, products) for _ in range(COPIES)]
     inputs = {name: torch.randn(num_tokens, size[1], device=device, dtype=torch.bfloat16) for name, size in products.items()}
 
     def alone() -> None:
-        for weights in layers:
-            for name, weight in weights.items():
-                F.linear(inputs[name], weight)
+        for layer in layers:
+            for name, own in inputs.items():
+                F.linear(own, getattr(layer, name))
 
-    def layer_by_cublas() -> None:
-        state, y = x.clone(), x
-        for weights in layers:
-            y = F.linear(F.linear(y, weights["qkv"])[:, :queries], weights["o"])
-            y = F.linear(silu_mul(F.linear(add_rms_norm(y, state, norm, EPS), weights["gate_up"])), weights["down"])
-            y = add_rms_norm(y, state, norm, EPS)
-
-    def layer() -> None:
-        state = x.clone()
-        for weights in layers:
-            made = norm_linear(state, norm, EPS, weights["qkv"])
-            add_linear(state, made[:, :queries], weights["o"])
-            add_linear(state, norm_gated_linear(state, norm, EPS, weights["gate_up"]), weights["down"])
-
-    assert linear(x, layers[0]["qkv"]).shape[1] == qkv_size
-    yield from (("cuBLAS, products alone", alone), ("cuBLAS, norms and SiLU", layer_by_cublas), ("ours", layer))
+    yield "cuBLAS, products alone", alone
+    yield "cuBLAS, norms and SiLU", lambda: run_unfused(x.clone(), layers, F.linear)
+    yield "ours", lambda: run_fused(x.clone(), layers)
 
 
 def code_layers(products: dict[str, tuple[int, int]], num_tokens: int, device: torch.device) -> Iterator[tuple[str, Call]]:
@@ -153,7 +133,8 @@ def code_layers(products: dict[str, tuple[int, int]], num_tokens: int, device: t
                 quantized_add_linear(state, made[:, :queries], weights["o"])
                 quantized_add_linear(state, quantized_norm_gated_linear(state, norm, EPS, weights["gate_up"]), weights["down"])
 
-    yield from (("cuBLAS, products of e4m3 alone", alone), ("ours, rounded to e4m3", layer))
+    yield "cuBLAS, products of e4m3 alone", alone
+    yield "ours, rounded to e4m3", layer
 
 
 def main() -> None:

@@ -312,10 +312,6 @@ class TestPrediction:
         assert status == 400 and "prediction" in raw.decode()
 
 
-def events_of(raw: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in raw.decode().splitlines() if line.startswith("data: {")]
-
-
 class TestTokenIds:
     """vLLM's `return_token_ids` and `return_tokens_as_token_ids`."""
 
@@ -328,7 +324,8 @@ class TestTokenIds:
         expected = [json.loads(ask(address, "/tokenize", {"prompt": p})[2])["tokens"] for p in prompts]
         assert [c["prompt_token_ids"] for c in whole] == [expected[0]] * 2 + [expected[1]] * 2
         assert all(len(c["token_ids"]) == 8 for c in whole) and "tokens" not in whole[0]
-        parts = [event["choices"][0] for event in events_of(ask(address, "/v1/completions", {**body, "stream": True})[2])]
+        *events, _ = read_events(ask(address, "/v1/completions", {**body, "stream": True})[2])
+        parts = [json.loads(event)["choices"][0] for event in events]
         for choice in whole:
             own = [part for part in parts if part["index"] == choice["index"]]
             assert ["prompt_token_ids" in part for part in own] == [True] + [False] * (len(own) - 1)
@@ -352,7 +349,7 @@ class TestTokenIds:
         for choice in whole["choices"]:
             assert [e["token"] for e in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in choice["token_ids"]]
             assert "prompt_token_ids" not in choice and len(choice["token_ids"]) == 8
-        events = events_of(ask(address, "/v1/chat/completions", {**body, "stream": True})[2])
+        events = [json.loads(event) for event in read_events(ask(address, "/v1/chat/completions", {**body, "stream": True})[2])[:-1]]
         for choice in whole["choices"]:
             own = [event for event in events if event["choices"][0]["index"] == choice["index"]]
             assert [event.get("prompt_token_ids") for event in own] == [whole["prompt_token_ids"]] + [None] * (len(own) - 1)

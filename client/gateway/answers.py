@@ -110,8 +110,9 @@ class Answer(Response):
         """Of each choice, so far."""
         self._is_single = request.n == 1 and len(self._prompts) == 1
         self._prompt_ids: dict[int, list[int]] = {}
-        """Of each prompt whose tokens have been told, in the first part of each of its choices."""
-        self._have_prompt: set[int] = set()
+        """Of each prompt, where they are asked for; each choice's first part tells them."""
+        self._begun: set[int] = set()
+        """Choices whose first part has told them."""
         self._num_ended = 0
         self._num_predicted = 0
         """Tokens of the answer that the request's prediction had."""
@@ -176,7 +177,7 @@ class Answer(Response):
         ids = self._form.tokens_of(chunk)
         try:
             tokens = dict(zip(ids, await self._upstream.token_bytes(ids))) if ids else {}
-            prompt = await self._prompt_of(choice) if self._request.return_token_ids and choice not in self._have_prompt else None
+            prompt = await self._prompt_of(choice) if self._request.return_token_ids and choice not in self._begun else None
         except GenerateError as error:  # of the tokenizer, which does not know whom it is asked for
             raise from_server(GenerateError(name_request(self._request_id, error), error.code)) from None
         part = self._form.write(choice, chunk, tokens, is_streamed)
@@ -184,7 +185,7 @@ class Answer(Response):
 
     async def _prompt_of(self, choice: int) -> list[int]:
         """The tokens of a choice's prompt. Raises GenerateError."""
-        self._have_prompt.add(choice)
+        self._begun.add(choice)
         which = choice // self._request.n
         if which not in self._prompt_ids:
             value = self._prompts[which]
@@ -231,8 +232,10 @@ class Answer(Response):
 
     async def _whole_body(self, chunks: list[Chunk]) -> dict[str, Any]:
         choices = [await self._write(c.index, c, is_streamed=False) for c in collect(chunks)]
-        prompt = [own for own in map(self._take_prompt, choices) if own][:1]
-        return {**self._head, **(prompt[0] if prompt else {}), "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
+        prompt: dict[str, Any] = {}
+        for choice in choices:
+            prompt |= self._take_prompt(choice)
+        return {**self._head, **prompt, "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
 
     def _take_prompt(self, part: dict[str, Any]) -> dict[str, Any]:
         """A chat's answer tells of the prompt beside its choices, of which a completion's have one each."""

@@ -69,6 +69,7 @@ _PLACES = {
 
 
 def hide_places(message: str) -> str:
+    """A server's error as anybody may read it."""
     for place, words in _PLACES.items():
         message = re.sub(place, words, message, flags=re.DOTALL)
     return message

@@ -290,6 +290,7 @@ def test_prompts_whose_sums_go_by_shares(tmp_path: Path) -> None:
     """Steps of 4,096 tokens in float32: sums of 16 MiB, in pieces that the products between them do not wait for."""
     sizes = {"hidden_size": 1024, "intermediate_size": 1536, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     make_model(Case("llama", config=sizes | {"max_position_embeddings": 2304}), tmp_path)
+    assert scattered.can_scatter(torch.empty(4096, sizes["hidden_size"]), 2)
     prompts = [random_tokens(2048, seed) for seed in range(5)]
     options = {"max_num_batched_tokens": 4096, "kv_cache_memory": "256MiB", "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
     one, two = (_generate(tmp_path, prompts, ("none", "ngram"), 24, tensor_parallel_size=size, **options) for size in (1, 2))
