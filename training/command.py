@@ -168,8 +168,6 @@ def check(args: argparse.Namespace) -> None:
     is_gpu = args.device.startswith("cuda")
     if is_gpu and args.processes > 1 and (args.device != "cuda" or args.processes > torch.cuda.device_count()):
         raise ValueError(f"--processes {args.processes} take --device cuda and as many GPUs; got {args.device}, {torch.cuda.device_count()} GPUs")
-    if is_gpu and args.report_prompts and kind.rows_before_drafts is not None:
-        raise ValueError(f"--report-prompts must be 0 where {args.kind} is trained on a GPU: the report of such drafters has been run on CPUs alone")
     args.dtype = args.dtype or ("bfloat16" if is_gpu else "float32")
     holds = [name for name in ("checkpoint.pt", "config.json", "model.safetensors") if (args.out / name).exists()]
     if args.resume and "checkpoint.pt" not in holds:
@@ -269,8 +267,7 @@ def _distil(args: argparse.Namespace, documents: list[np.ndarray]) -> list[np.nd
     limit = check_model(args.model).max_model_len
     if longest + most > limit:
         raise ValueError(f"prompts of {longest} tokens and --answer-tokens {most} are more than the model's own limit {limit}")
-    device = "cpu" if args.device == "cpu" else "auto"
-    answers = write_answers(args.model, prompts, most, args.temperature or 0.0, args.seed, dtype=args.dtype, device=device)
+    answers = write_answers(args.model, prompts, most, args.temperature or 0.0, args.seed, dtype=args.dtype, device=args.device)
     with told(args.out, args.out / "checkpoint.pt"):
         path.write_bytes(np.concatenate(answers).astype("<u4").tobytes())
     return answers
@@ -296,7 +293,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any] | None:
         if args.device.startswith("cuda"):
             torch.cuda.empty_cache()  # the engine takes the memory that is free
         longest = min(args.context - args.context // PROMPT_SHARE, args.report_tokens)
-        engine = {"dtype": run.dtype, "device": "cpu" if args.device == "cpu" else "auto", "max_batch_size": 8}
+        engine = {"dtype": run.dtype, "device": args.device, "max_batch_size": 8}
         result["report"] = measure(run.model, run.out, run.kind, run.drafts, prompts, longest, **engine)
     with told(run.out, run.checkpoint):
         (run.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
