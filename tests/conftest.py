@@ -1,4 +1,4 @@
-"""Shared parts: the bundled model, as the engine and as transformers run it, and prompts of code that it has never seen."""
+"""Shared parts: a small model, as the engine and as transformers run it, and prompts of code that it has never seen."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ import pytest
 import torch
 from hypothesis import settings
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.group import CHECK_ENDS_VARIABLE
 from backend.parallel.ranks import Ranks
 from backend.step import worker
 from backend.step.tensors import StepShape
 from deploy.demo import running_gateway
-from tests.servers import ServerPool, serve
+from tests.servers import RunningServer, ServerPool, serve
+from tests.small import LLM, SMALL_MODEL
 from tests.triton_stand_in import adapter  # noqa: F401 -- a fixture
 from training.heldout import read_heldout
 
@@ -126,15 +127,15 @@ def copied(model: Any) -> Any:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bundled_model_once() -> Iterator[None]:
-    """Engines of this process read the bundled model's file once for each of a few choices of options: there are hundreds of engines."""
+def models_once() -> Iterator[None]:
+    """Engines of this process read these models' files once for each of a few choices of options: there are hundreds of engines."""
     load, loaded = worker.load_model, {}
 
     def load_once(directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, **options: Any) -> Any:
         is_usual = device.type == "cpu" and ranks.size == 1 and not any(options[name] for name in ("is_expert_parallel", "draft_token_map"))
-        if Path(directory) != BUNDLED_MODEL or not is_usual:
+        if Path(directory) not in (BUNDLED_MODEL, SMALL_MODEL) or not is_usual:
             return load(directory, dtype, device, ranks, **options)
-        key = str((dtype, options))
+        key = str((directory, dtype, options))
         if key not in loaded:
             loaded[key] = load(directory, dtype, device, ranks, **options)
         return copied(loaded[key])
@@ -175,6 +176,18 @@ def gateway(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="session")
+def bundled_server(servers: ServerPool) -> RunningServer:
+    return servers.get(f"--model={BUNDLED_MODEL}")
+
+
+@pytest.fixture(scope="session")
+def bundled_gateway(bundled_server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Whose page opens with completions, as it does for this model alone."""
+    with running_gateway(tmp_path_factory.mktemp("gateway") / "log", bundled_server.grpc) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="session")
 def api(gateway: str) -> Iterator[OpenAI]:
     """OpenAI's own client of it."""
     import openai  # not on every machine that has a GPU
@@ -201,7 +214,7 @@ def code_prompts(count: int, lengths: tuple[int, int] = (60, 900), seed: int = 0
 def hf_model():
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32).eval()
+    return LlamaForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")

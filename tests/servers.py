@@ -22,6 +22,7 @@ from deploy.rendering import KEY_FILE
 from deploy.supervision.patience import Voucher
 from deploy.supervision.probe import KEY_HEADER
 from deploy.supervision.processes import find_stubs, is_running, read_state
+from tests.small import small_options
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -147,7 +148,7 @@ def serve(
 ) -> Iterator[RunningServer]:
     http, grpc, metrics = ports or free_ports(3)
     repository, is_supervised = log.parent / f"repository-{http}", "--no-supervise" not in options
-    own = (f"--repository={repository}", *options)
+    own = (f"--repository={repository}", *small_options(options))
     with contextlib.ExitStack() as stack:
         try:
             process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host))

@@ -10,11 +10,29 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from backend import LLM
 from backend.config import BUNDLED_MODEL
-from tests.conftest import code_prompts, greedy
+from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.steps import Row, Steps, make_worker
 from training.evaluate import file_bits
 from training.heldout import read_heldout
+
+
+@pytest.fixture(scope="module")
+def hf_model():
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def llm_ngram() -> LLM:
+    return LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
+
+
+@pytest.fixture(scope="module")
+def llm_all() -> LLM:
+    return LLM(speculative_config=EVERY_METHOD)
 
 
 def test_size_and_shape():
@@ -44,6 +62,16 @@ def test_transformers_gives_the_same_logits_and_tokens(llm_ngram, hf_model):
         with torch.inference_mode():
             theirs = hf_model(torch.tensor([ids])).logits[0]
         torch.testing.assert_close(steps.logits(), theirs, atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_are_those_of_transformers(llm_all, hf_model):
+    prompts = [llm_all.engine.tokenizer.encode(prompt) for prompt in code_prompts(3, lengths=(60, 300), seed=6)]
+    theirs = [
+        hf_model.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0, len(ids) :].tolist() for ids in prompts
+    ]
+    for method in ("none", "ngram", "suffix", "mtp"):
+        made = llm_all.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(32), speculative={"method": method}, use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in made] == theirs, method
 
 
 def test_the_chat_template_is_the_same_to_transformers(llm_ngram):

@@ -21,7 +21,7 @@ import pytest
 import torch
 from redis import RedisError
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation import choice as choosing
 from backend.disaggregation import node as node_module
@@ -47,6 +47,7 @@ from backend.tools import FORMATS, Tools
 from deploy.demo import free_ports
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.redis_server import RedisServer, redis_server
+from tests.small import LLM, memory_of
 
 WAIT_SECONDS = 60.0
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, seed=7, ignore_eos=True)
@@ -1330,7 +1331,7 @@ def test_requests_that_end_while_they_are_fetched(cluster: Cluster, llm_all: LLM
 
 def test_too_few_pages(cluster: Cluster, llm_all: LLM) -> None:
     """On both nodes: prompts wait for room, are set back, and come to their end with the same tokens."""
-    small = {"kv_cache_memory": "13MiB", "max_num_batched_tokens": 256}  # 35 pages of 16 tokens
+    small = {"kv_cache_memory": memory_of(37, with_drafter=True), "max_num_batched_tokens": 256}
     there, here = cluster.make("prefill", engine=small), cluster.make("decode", engine=small)
     cluster.see(here, there)
     prompts = prompts_of(llm_all, 6, seed=66, lengths=(300, 700))

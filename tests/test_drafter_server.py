@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from client import AsyncClient, Client
 from deploy.demo import free_ports
 from deploy.launcher import server_command
@@ -22,6 +22,7 @@ from deploy.options import ServeConfig
 from deploy.server import find_server
 from tests.conftest import code_prompts, greedy
 from tests.servers import RunningServer, plain_server, serve
+from tests.small import LLM
 
 PROMPTS = code_prompts(6, (60, 400), seed=21)
 COUNTER = "foretoken_spec_decode_num_"
@@ -30,7 +31,7 @@ COUNTER = "foretoken_spec_decode_num_"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     speculative = {"method": "mtp", "num_speculative_tokens": 3, "placement": "bls", "adaptive": False}
-    options = ("--speculative-config", json.dumps(speculative), "--no-supervise", "--model-control-mode=explicit", "--drain-seconds=3")
+    options = (f"--speculative-config={json.dumps(speculative)}", "--no-supervise", "--model-control-mode=explicit", "--drain-seconds=3")
     with serve(tmp_path_factory.mktemp("bls") / "log", *options) as running:
         yield running
 
@@ -239,7 +240,7 @@ def test_the_suffix_cache_outlives_the_server(tmp_path):
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        with serve(folder / "log", "--speculative-config", json.dumps(speculative)) as server:
+        with serve(folder / "log", f"--speculative-config={json.dumps(speculative)}") as server:
             if number:
                 time.sleep(1.0)  # it is read in beside the server's start
             answers.append(ask(server, PROMPTS[3]))

@@ -17,8 +17,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from backend import LLM, SamplingParams
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
+from backend import SamplingParams
+from backend.config import EngineConfig
 from backend.drafters import remote
 from backend.drafters.calls import DraftCall, DraftError, DraftReply
 from backend.drafters.recurrent import RecurrentDrafter
@@ -32,6 +32,7 @@ from backend.parallel.ranks import Ranks
 from kernels import ops, reference
 from tests.conftest import code_prompts, greedy
 from tests.models import make_tiny
+from tests.small import LLM, SMALL_DRAFTER, SMALL_MODEL
 from training.drafters import Options
 from training.drafters.mtp import Mtp as TrainedMtp
 from training.target import Target
@@ -60,8 +61,8 @@ class Service:
 
     def __init__(self) -> None:
         cpu, dtype = torch.device("cpu"), torch.float32
-        target = load_served(str(BUNDLED_MODEL), dtype, cpu, Ranks(), only_head=True)
-        drafter = RecurrentDrafter(Mtp(BUNDLED_DRAFTER, target, dtype, cpu), max_steps=3)
+        target = load_served(str(SMALL_MODEL), dtype, cpu, Ranks(), only_head=True)
+        drafter = RecurrentDrafter(Mtp(SMALL_DRAFTER, target, dtype, cpu), max_steps=3)
         self.inner = RemoteDrafterService(drafter, dtype, cpu, lambda count: contextlib.nullcontext())
         self.fault = ""
         self.num_opened = 0
@@ -100,7 +101,7 @@ def service(monkeypatch) -> Service:
 
 def make_engine(service: Service, **options) -> Engine:
     speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "placement": "bls"}
-    return Engine(EngineConfig.from_dict({"speculative_config": speculative, **options}), draft_service=service)
+    return Engine(EngineConfig.from_dict({"model": str(SMALL_MODEL), "speculative_config": speculative, **options}), draft_service=service)
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "broken"])

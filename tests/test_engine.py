@@ -9,13 +9,13 @@ import pytest
 import tokenizers
 import torch
 
-from backend import LLM, SamplingParams, open_requests, planner
-from backend.config import BUNDLED_MODEL
+from backend import SamplingParams, open_requests, planner
 from backend.core import Delta
 from backend.errors import CapacityError, ConfigError, EngineError, InternalError, RequestError
 from backend.step.worker import Launched
 from tests.conftest import code_prompts, greedy
 from tests.models import make_tiny
+from tests.small import LLM, SMALL_MODEL, memory_of
 
 NEW_TOKENS = 16
 UNPACED = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
@@ -284,7 +284,7 @@ def test_logprobs_of_the_prompt_are_the_models(hf_model, prompts, options, max_t
 
 def test_logprobs_of_a_prompt_that_is_begun_twice(hf_model, prompts):
     """The first request's growth takes the pages of the second, which has computed half of its prompt."""
-    llm = LLM(speculative_config=UNPACED, kv_cache_memory=20 * 1024 * 16 * 15, max_num_batched_tokens=4, max_batch_size=2)
+    llm = LLM(speculative_config=UNPACED, kv_cache_memory=memory_of(15), max_num_batched_tokens=4, max_batch_size=2)
     asked = [prompts[0][:17], [i for p in prompts[1:] for i in p][:190]]
     results = llm.generate([{"prompt_token_ids": ids} for ids in asked], greedy(40, echo=True, logprobs=2), use_tqdm=False)
     assert llm.engine.metrics.preemptions == 1
@@ -396,7 +396,7 @@ class TestRefusals:
             pass
 
     def test_larger_than_memory(self):
-        llm = LLM(kv_cache_memory=20 * 1024 * 16 * 4)
+        llm = LLM(kv_cache_memory=memory_of(4))
         with pytest.raises(RequestError, match="need 7 KV pages of 16 tokens; the server has 4"):
             llm.engine.submit([5] * 60, greedy(40), lambda d: None, request_id="big")
 
@@ -404,8 +404,8 @@ class TestRefusals:
 def test_tokens_that_the_model_does_not_know(tmp_path, caplog):
     """A tokenizer that tokens were added to: the load says so, and text that becomes one is refused by name, whatever it is for."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(BUNDLED_MODEL / name)
-    tokenizer = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+        (tmp_path / name).symlink_to(SMALL_MODEL / name)
+    tokenizer = tokenizers.Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
     assert tokenizer.add_special_tokens(["<extra>", "<more>"]) == 2
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     llm = LLM(str(tmp_path))
@@ -674,14 +674,14 @@ def test_a_request_that_breaks_the_model_does_not_break_others(tmp_path, prompts
     poison = 4000
     assert all(poison not in ids for ids in prompts[:12])
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        shutil.copy(BUNDLED_MODEL / name, tmp_path)
-    weights = load_file(BUNDLED_MODEL / "model.safetensors")
+        shutil.copy(SMALL_MODEL / name, tmp_path)
+    weights = load_file(SMALL_MODEL / "model.safetensors")
     head = weights["model.embed_tokens.weight"].clone()
     weights["model.embed_tokens.weight"][poison] = float("nan")
     save_file({**weights, "lm_head.weight": head}, tmp_path / "model.safetensors")
     config = (tmp_path / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     (tmp_path / "config.json").write_text(config)
-    llm = LLM(str(tmp_path), kv_cache_memory=20 * 1024 * 16 * 130, max_num_batched_tokens=256)
+    llm = LLM(str(tmp_path), kv_cache_memory=memory_of(130), max_num_batched_tokens=256)
     seen: dict[str, list[Delta]] = {}
     for round_number in range(3):
         for i in range(12):

@@ -31,7 +31,7 @@ from deploy.supervision.processes import find_stubs
 from tests.servers import RunningServer, serve, wait_until
 from tests.test_gateway import LONG, PROMPT, ask, send_request
 
-OPTIONS = ("--speculative-config", '{"method": "none"}', "--drain-seconds=20", "--max-batch-size=8")
+OPTIONS = ('--speculative-config={"method": "none"}', "--drain-seconds=20", "--max-batch-size=8")
 LONG_HEAD = "You are a helpful assistant. " * 40
 
 

@@ -27,6 +27,29 @@ PROMPT = f"<think>\n{THOUGHT}\n\nprint(x, y)\n\n" * 6 + "<think>\n"
 CALL = r"print\([xy], [0-9]{2}\)"
 
 
+# A model that goes on as its prompt did: the tests' small one forgets to end a thought.
+
+
+@pytest.fixture(scope="module")
+def own_model() -> type[LLM]:
+    return LLM
+
+
+@pytest.fixture(scope="module")
+def llm_plain() -> LLM:
+    return LLM(enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def llm_all() -> LLM:
+    return LLM(speculative_config=EVERY_METHOD)
+
+
+@pytest.fixture(scope="module")
+def llm_ahead() -> LLM:
+    return LLM(speculative_config=EVERY_METHOD, async_scheduling=True)
+
+
 @pytest.fixture(scope="module")
 def plain_tokenizer() -> Tokenizer:
     """Without tokens for the marks: its `</`, `think` and `>` are others'."""

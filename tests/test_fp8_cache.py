@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from backend import LLM
 from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.devices import pick_cache_dtype
 from backend.disaggregation.node import NodeInfo
@@ -35,6 +34,7 @@ from kernels import code_check, ops, reference
 from kernels.toolchain import KernelError
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.families import Case, edited, make_model, random_tokens
+from tests.small import LLM
 from tests.steps import Row, Steps, make_worker
 from tests.test_kv_store import adopt, go_on, leave
 from tests.test_latents import DEEPSEEK

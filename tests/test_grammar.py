@@ -13,7 +13,7 @@ import scipy
 import tokenizers
 import torch
 
-from backend import LLM, SamplingParams, limited_process, step_drafting
+from backend import SamplingParams, limited_process, step_drafting
 from backend.config import BUNDLED_MODEL
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
@@ -25,6 +25,7 @@ from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
 from backend.text import Tokenizer
 from kernels.ops import mask_logits
 from tests.conftest import EVERY_METHOD, code_prompts
+from tests.small import LLM
 from tests.test_methods import METHODS, PLAIN, Asked, ids_of, run
 
 SCHEMA = {
@@ -132,7 +133,7 @@ def test_strategies_keep_the_form(llm, prompts, strategy):
     assert sum(o.stats.accepted for o in outputs) > 0
 
 
-CHUNKS, FEW_PAGES = {"max_num_batched_tokens": 24, "max_batch_size": 16}, {"num_pages": 26, "enable_prefix_caching": False}
+CHUNKS, FEW_PAGES = {"max_num_batched_tokens": 24, "max_batch_size": 16}, {"num_pages": 22, "enable_prefix_caching": False}
 
 
 @pytest.mark.parametrize(("options", "is_ahead"), [(CHUNKS, True), (FEW_PAGES, False), (FEW_PAGES, True)], ids=str)

@@ -9,12 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from backend import LLM, SamplingParams
+import backend
+from backend import SamplingParams
 from backend.config import EngineConfig
 from backend.core import NEVER, Delta, HandOff, Request
 from backend.disaggregation.records import Job, probs_from_pages, probs_to_pages, read_job, write_job
 from backend.engine import Engine
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
+from tests.small import LLM, memory_of
 from tests.test_drafters import Service, collect
 
 
@@ -78,7 +80,8 @@ class Direct:
 
 def test_pages_that_are_lost_again(llm_plain) -> None:
     """Requests that are set back go on with what they have emitted: nobody else computes that."""
-    llm, there = LLM(kv_cache_memory="13MiB", enable_prefix_caching=False, speculative_config=EVERY_METHOD), LLM(speculative_config=EVERY_METHOD)
+    memory, there = memory_of(37, with_drafter=True), LLM(speculative_config=EVERY_METHOD)
+    llm = LLM(kv_cache_memory=memory, enable_prefix_caching=False, speculative_config=EVERY_METHOD)
     link = Direct(llm.engine, there.engine)
     prompts, params = code_prompts(6, (300, 700), seed=66), greedy(60)
     expected = [r.outputs[0].token_ids for r in llm_plain.generate(prompts, params, use_tqdm=False)]
@@ -88,13 +91,19 @@ def test_pages_that_are_lost_again(llm_plain) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair():
-    """Makes an engine whose prompts another one computes, and the link: once for either way of scheduling."""
-    made: dict[bool, tuple[LLM, LLM, Direct]] = {}
+def own_model() -> type[backend.LLM]:
+    """Whose engines `pair` makes: another module may have another one."""
+    return LLM
 
-    def pair_of(is_ahead: bool) -> tuple[LLM, Direct]:
+
+@pytest.fixture(scope="module")
+def pair(own_model):
+    """Makes an engine whose prompts another one computes, and the link: once for either way of scheduling."""
+    made: dict[bool, tuple[backend.LLM, backend.LLM, Direct]] = {}
+
+    def pair_of(is_ahead: bool) -> tuple[backend.LLM, Direct]:
         if is_ahead not in made:
-            here, there = (LLM(speculative_config=EVERY_METHOD, async_scheduling=is_ahead) for _ in range(2))
+            here, there = (own_model(speculative_config=EVERY_METHOD, async_scheduling=is_ahead) for _ in range(2))
             made[is_ahead] = here, there, Direct(here.engine, there.engine)
         here, _, link = made[is_ahead]
         return here, link
@@ -216,7 +225,7 @@ def test_a_lookup_that_spared_the_drafter_a_prompt(llm_all, pair, monkeypatch) -
         monkeypatch.setattr(engine.planner._budget, "least_standing", lambda: 0.0)
     spared: list[bool] = []
     monkeypatch.setattr(link, "change", lambda hand_off: spared.append(hand_off.outcome.num_drafter_tokens < 40))
-    (tokens,) = (llm_all.engine.tokenizer.encode(prompt) for prompt in code_prompts(1, (150, 300), seed=31))
+    (tokens,) = (llm_all.engine.tokenizer.encode(prompt) for prompt in code_prompts(1, (150, 300), seed=33))
     prompts = [{"prompt_token_ids": own} for own in (tokens, tokens + tokens[: len(tokens) // 2], tokens[:20] * 6, tokens[::-1])]
     choice = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
     for prompt in prompts:

@@ -9,13 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from backend import LLM
 from backend.core import Delta, kv_slots
 from backend.errors import KvStoreError
 from backend.kv_store import ALIGNMENT, CacheSpec, KvStore, count_page_bytes
 from backend.pages import PagePool, SeenPages
 from backend.prefix_cache import ROOT
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
+from tests.small import LLM
 
 CPU = torch.device("cpu")
 SPECS = (

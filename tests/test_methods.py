@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from backend.core import Delta
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.histories import run_histories
+from tests.small import LLM, memory_of
 from tests.test_suffix import settle
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -145,8 +146,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "odd chunks": {"max_num_batched_tokens": 33, "max_batch_size": 32},
     "page 64": {"page_size": 64},
     "page 1": {"page_size": 1},
-    "few pages": {"num_pages": 60},
-    "few pages, no cache": {"num_pages": 60, "enable_prefix_caching": False},
+    "few pages": {"num_pages": 44, "page_size": 4},
+    "few pages, no cache": {"num_pages": 44, "page_size": 4, "enable_prefix_caching": False},
 }
 
 
@@ -161,7 +162,7 @@ IN_PARTS = ("small chunks, no cache", "few pages", "few pages, no cache")
 )
 def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, name, is_ahead):
     options = dict(OPTIONS[name])
-    if "num_pages" in options:
+    if "num_pages" in options:  # of the usual size
         options["kv_cache_memory"] = options.pop("num_pages") * llm_all.engine.worker.store.page_bytes
     own = LLM(speculative_config={**EVERY_METHOD, "num_model_steps": 2}, async_scheduling=is_ahead, **options)
     choices = [*METHODS.values(), {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5}, PLAIN]
@@ -170,7 +171,7 @@ def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, nam
     assert (own.engine.metrics.preemptions > 0) == ("kv_cache_memory" in options)
     stats = [o.stats for i, o in enumerate(outputs) if choices[i % len(choices)]["method"] == "mtp"]
     drafts, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    assert drafts > 200 and accepted / drafts > 0.35, "drafts were made from the wrong states"
+    assert drafts > 150 and accepted / drafts > 0.35, "drafts were made from the wrong states"
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
@@ -196,7 +197,7 @@ def test_random_histories_leave_no_page_behind(llm_plain, is_ahead):
         max_batch_size=6,
         max_num_batched_tokens=64,
         max_model_len=192,
-        kv_cache_memory="4.2MB",
+        kv_cache_memory=memory_of(11, with_drafter=True),
     )
     run_histories(tight, llm_plain, 40, arrivals=2, cancels=0.2)
 

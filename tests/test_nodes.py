@@ -24,6 +24,7 @@ from tests.conftest import ROOT, code_prompts, greedy
 from tests.network import OtherHost, other_host
 from tests.redis_server import RedisServer, redis_server
 from tests.servers import RunningServer, serve
+from tests.small import SMALL_MODEL, name_drafter
 from tests.test_drafter_server import stub_of
 from tests.test_drafter_server import wait_for as wait_until
 
@@ -108,7 +109,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with other_host() as other, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
         own = ("--bind", *dict.fromkeys(("127.0.0.1", other.own)), "--protected-mode", "no")
         redis = stack.enter_context(redis_server(free_ports(1)[0], folder, *own))
-        values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION, "num_threads": 1, "hang_seconds": 10}
+        values = {
+            "model": str(SMALL_MODEL),
+            "speculative_config": name_drafter(SPECULATIVE),
+            "disaggregation": SECTION,
+            "num_threads": 1,
+            "hang_seconds": 10,
+        }
         (folder / "node.yaml").write_text(yaml.safe_dump(values))
         common = (f"--config={folder / 'node.yaml'}", f"--scheduler-host={other.own}", f"--scheduler-port={redis.port}", "--drain-seconds=2")
         with contextlib.ExitStack() as prefill, contextlib.ExitStack() as decode:

@@ -17,6 +17,7 @@ from deploy.demo import FORETOKEN, free_ports
 from tests.network import other_host
 from tests.redis_server import redis_server
 from tests.servers import RunningServer, serve
+from tests.small import SMALL_MODEL, name_drafter
 from tests.test_hosts import find_rank
 from tests.test_nodes import PROMPTS, SECTION, SPECULATIVE, Pair, ask, expect, fresh
 
@@ -34,7 +35,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
     with other_host() as other, ThreadPoolExecutor(4) as threads, contextlib.ExitStack() as stack:
         own = ("--bind", *dict.fromkeys(("127.0.0.1", other.own)), "--protected-mode", "no")
         redis = stack.enter_context(redis_server(free_ports(1)[0], folder, *own))
-        values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION | {"transfer_backend": "nixl"}, "num_threads": 1, "hang_seconds": 10}
+        values = {
+            "model": str(SMALL_MODEL),
+            "speculative_config": name_drafter(SPECULATIVE),
+            "disaggregation": SECTION | {"transfer_backend": "nixl"},
+            "num_threads": 1,
+            "hang_seconds": 10,
+        }
         values |= {"tensor_parallel_size": 2, "nnodes": 2, "scheduler_host": other.own, "scheduler_port": redis.port, "drain_seconds": 2}
         (folder / "node.yaml").write_text(yaml.safe_dump(values))
         ports = free_ports(2)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from backend import LLM
 from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, trials
 from backend.budget.limits import LEVELS, Choice
 from backend.budget.observing import StepSeen
@@ -22,6 +21,7 @@ from backend.step.tensors import StepShape
 from backend.step.worker import steps_to_capture
 from kernels.structs import DRAFTER_COUNT, FIRST, LOOKUP_LIMIT, MODEL_LIMIT
 from tests.conftest import code_prompts, greedy
+from tests.small import LLM
 
 TOP, STEPS = 12, 5
 AUTO: dict[str, Any] = {"method": "auto", "request_methods": ["mtp", "suffix"], "suffix_decoding_max_cached_requests": 0}

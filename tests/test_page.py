@@ -7,6 +7,7 @@ import re
 import pytest
 from playwright.sync_api import Route, expect
 
+from backend.config import BUNDLED_MODEL
 from client import Client
 from client.gateway import answers
 from deploy.demo import free_ports, running_gateway
@@ -16,8 +17,13 @@ from tests.test_gateway import LOOPS, PROMPT, gateway_in_this_process
 
 
 @pytest.fixture(scope="module")
-def server(servers):
-    return servers.get()
+def server(bundled_server):
+    return bundled_server
+
+
+@pytest.fixture(scope="module")
+def gateway(bundled_gateway):
+    return bundled_gateway
 
 
 @pytest.fixture
@@ -222,7 +228,7 @@ KEEP_BODIES = """
 def test_panes_wait_for_their_turn(chromium, servers, monkeypatch):
     """Behind another client's request, then one behind the other. The comments that keep their connections do not show."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.1)
-    server = servers.get("--max-batch-size=1")
+    server = servers.get("--max-batch-size=1", f"--model={BUNDLED_MODEL}")
     with gateway_in_this_process(server.grpc) as address, Client(server.grpc) as client:
         page = chromium.new_page(viewport=WIDE)
         page.add_init_script(KEEP_BODIES)

@@ -10,6 +10,12 @@ from playwright.sync_api import expect
 from tests.pages import WIDE, fill, open_page, wait_for_answers
 from tests.test_gateway import LOOPS
 
+
+@pytest.fixture(scope="module")
+def gateway(bundled_gateway):
+    return bundled_gateway
+
+
 PHONE = {"width": 360, "height": 740}
 SCREENS = {"desktop": (WIDE, "light"), "phone": (PHONE, "light"), "dark": (WIDE, "dark")}
 

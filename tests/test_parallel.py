@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from backend.core import Delta
 from backend.errors import ConfigError, EngineError
 from backend.follower import Steps
@@ -27,6 +27,7 @@ from backend.step.worker import Begun, Launched, Results
 from kernels import scattered
 from tests.conftest import code_prompts
 from tests.families import Case, make_model, random_tokens
+from tests.small import LLM
 from tests.test_block_drafters import DSPARK
 from tests.test_block_drafters import make_weights as make_block_weights
 from tests.test_block_drafters import save_drafter as save_block_drafter

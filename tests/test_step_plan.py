@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from backend.core import Batch, Request, Scheduled, Speculation
 from backend.drafters import Drafters
 from backend.planner import Planner
@@ -23,6 +23,7 @@ from backend.step.worker import Begun, Worker
 from kernels.request_state import Admission
 from kernels.structs import COUNT, DRAFTER_COUNT, EMITS, FIRST, INDEX, LOOKUP_LIMIT, MODEL_LIMIT, NUM_FIELDS, VERIFY_LIMIT
 from tests.conftest import EVERY_METHOD
+from tests.small import LLM
 from tests.test_methods import METHODS, Asked, ids_of, mixed, params_of, run
 from tests.test_methods import prompts as prompts  # a fixture
 from tests.test_methods import texts as texts  # a fixture

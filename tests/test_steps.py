@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend import LLM, SamplingParams, precedence
+from backend import SamplingParams, precedence
 from backend.chunk_limit import ChunkLimit
 from backend.core import Delta
 from backend.engine import Engine
 from backend.planned import PlannedStep
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.models import make_tiny
+from tests.small import LLM
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_the_budget_of_known_tokens_caps_no_drafts(llm_ahead, texts, planned, bu
     """Every request of a full batch drafts as many as it wants, however small max_num_batched_tokens is."""
     llm = LLM(speculative_config={**EVERY_METHOD, "num_speculative_tokens": 5}, max_batch_size=8, max_num_batched_tokens=budget)
     for number in range(8):
-        submit(llm, str(number), texts[number % 6][number : number + 6], greedy(60))
+        submit(llm, str(number), texts[number % 6][number : number + 6], greedy(240))
     drain(llm)
     full = [step for step, _ in planned if sum(e.is_decoding for e in step.entries) == 8]
     assert len(full) >= 3

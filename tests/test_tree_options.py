@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend import LLM, SamplingParams, trees
+from backend import SamplingParams, trees
 from backend.drafters.recycling import RecyclingDrafter
 from backend.errors import ConfigError
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -17,6 +17,7 @@ from backend.trees import make_static, shape_static
 from kernels import structs
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable
+from tests.small import LLM
 
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
 RECYCLING = {"method": "token_recycling", "adaptive": False}

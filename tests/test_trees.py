@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.step.scores import score_emitted
 from kernels import ops, reference, structs
@@ -20,6 +20,7 @@ from kernels.request_table import RequestTable
 from kernels.structs import Policy
 from tests.conftest import code_prompts
 from tests.histories import run_histories
+from tests.small import LLM, memory_of
 from tests.steps import Row, Steps, make_worker
 from tests.test_methods import Asked, ids_of, run
 from tests.test_sampling import assert_follows
@@ -241,7 +242,7 @@ def test_tokens_are_those_of_plain_decoding(llm_plain, asked, expected, server) 
 
 def test_random_histories(llm_plain) -> None:
     """Cancels and preemptions in few pages, of trees among chains: no page is left, and no token is another."""
-    sizes = {"max_batch_size": 6, "max_num_batched_tokens": 64, "max_model_len": 192, "kv_cache_memory": "4.2MB"}
+    sizes = {"max_batch_size": 6, "max_num_batched_tokens": 64, "max_model_len": 192, "kv_cache_memory": memory_of(12)}
     llm = LLM(speculative_config={**RECYCLING, "request_methods": ["ngram"]}, async_scheduling=True, **sizes)
     run_histories(llm, llm_plain, 40, arrivals=2, cancels=0.2, choices=({"method": "none"}, {"method": "ngram"}, None, None))
 

@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=16.0, help="used when --steps is not given")
     parser.add_argument("--batch-size", type=int, default=128, help="sequences of 2048 tokens a step")
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="default: the bundled model's; tests' own has 3")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Llama(CONFIG).to(device)
+    model = Llama({**CONFIG, "num_hidden_layers": args.layers}).to(device)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.3f}M parameters", flush=True)
     ids = torch.from_numpy(load_ids("train").copy().view(np.int16)).to(device)
     print(f"{len(ids) / 1e6:.1f}M tokens", flush=True)

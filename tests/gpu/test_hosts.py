@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from backend import LLM
 from client import Client
 from tests.conftest import greedy
+from tests.small import LLM
 from tests.supervised import LONG, Stream, assert_told, wait_for
 from tests.test_hosts import PROMPTS, Hosts, find_rank, running_hosts
 
