@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from kernels._load import device_stream
+from backend.devices import on_stream
 from training.drafters import KINDS, Drafter, Options
 from training.objective import Objective
 from training.optimizers import Muon, learning_rate
@@ -201,7 +201,7 @@ def make_optimizers(drafter: Drafter, lr: float, steps: int) -> list[torch.optim
 
 def _train(rank: int, run: Run, ids: torch.Tensor) -> bool:
     device = torch.device(run.device)
-    with device_stream(device) if device.type == "cuda" else nullcontext():  # the target's kernels are the engine's
+    with on_stream(device):  # the target's kernels are the engine's
         return _train_on(device, rank, run, ids)
 
 
