@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from backend import SamplingParams
 from backend.config import EngineConfig
+from backend.devices import on_stream
 from backend.drafters import remote
 from backend.drafters.calls import DraftCall, DraftError, DraftReply
 from backend.drafters.recurrent import RecurrentDrafter
@@ -59,11 +60,12 @@ def plain(llm_plain) -> list[list[int]]:
 class Service:
     """The real drafter, behind a switch."""
 
-    def __init__(self) -> None:
-        cpu, dtype = torch.device("cpu"), torch.float32
-        target = load_served(str(SMALL_MODEL), dtype, cpu, Ranks(), only_head=True)
-        drafter = RecurrentDrafter(Mtp(SMALL_DRAFTER, target, dtype, cpu), max_steps=3)
-        self.inner = RemoteDrafterService(drafter, dtype, cpu, lambda count: contextlib.nullcontext())
+    def __init__(self, device: str = "cpu") -> None:
+        own, dtype = torch.device(device), torch.float32
+        with on_stream(own):
+            target = load_served(str(SMALL_MODEL), dtype, own, Ranks(), only_head=True)
+            drafter = RecurrentDrafter(Mtp(SMALL_DRAFTER, target, dtype, own), max_steps=3)
+        self.inner = RemoteDrafterService(drafter, dtype, own, lambda count: contextlib.nullcontext())
         self.fault = ""
         self.num_opened = 0
         self.num_calls = 0

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from backend.drafters.calls import CHOICES, OWN_NOISE, DraftCall, DraftError, DraftReply
 from backend.drafters.sessions import CallNumber
@@ -26,8 +26,7 @@ CALL_SECONDS = 2.0
 
 
 def _to_tensor(name: str, values: torch.Tensor) -> Any:
-    values = values.float().contiguous()
-    return pb_utils.Tensor(name, values.numpy()) if values.device.type == "cpu" else pb_utils.Tensor.from_dlpack(name, to_dlpack(values))
+    return pb_utils.Tensor(name, values.float().contiguous().cpu().numpy())  # models take inputs from the host's memory, wherever they run
 
 
 def _to_torch(tensor: Any) -> torch.Tensor:

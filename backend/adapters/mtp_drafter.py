@@ -18,7 +18,7 @@ from backend.adapters.stub import (
     resolve_model,
 )
 from backend.config import EngineConfig
-from backend.devices import cpu_threads, pick_device, pick_dtype, threads_for
+from backend.devices import cpu_threads, on_stream, pick_device, pick_dtype, threads_for
 from backend.drafters.calls import DraftError
 from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
@@ -60,7 +60,7 @@ class TritonPythonModel:
         device = pick_device(engine)
         dtype = pick_dtype(engine, device)
         # The server may call from another thread: a pool of this one would stall that one's (see Worker).
-        with cpu_threads(1):
+        with cpu_threads(1), on_stream(device):
             rounding, token_map = engine.rounding, config.draft_token_map
             self._target = load_model(target, dtype, device, Ranks(), only_head=True, quantization=rounding, draft_token_map=token_map)
             model = Mtp(resolve_model(values, args), self._target, dtype, device, config.rounding)
@@ -83,8 +83,9 @@ class TritonPythonModel:
         except Exception as error:  # nobody's session ends by it: the supervisor asks with such calls whether this process answers
             return _refuse(error)
         try:
-            call.hidden = call.hidden.to(self._device, self._dtype)
-            return pb_utils.InferenceResponse(reply_tensors(self._sessions.draft(call, number), self._target.vocab_size))
+            with on_stream(self._device):
+                call.hidden = call.hidden.to(self._device, self._dtype)
+                return pb_utils.InferenceResponse(reply_tensors(self._sessions.draft(call, number), self._target.vocab_size))
         except Exception as error:  # whatever it is, the decode model goes on without these drafts
             if not isinstance(error, DraftError):
                 logger.exception("a call failed")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backend import LLM, SamplingParams
-from backend.config import BUNDLED_MODEL
+from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.drafters.calls import DraftCall, DraftReply
+from backend.engine import Engine
 from tests import test_block_drafters as blocks
 from tests import test_draft_heads as heads
 from tests import test_eagle as eagle
+from tests.conftest import code_prompts
 from tests.drafting import serve
 from tests.families import Case, make_model, random_tokens
+from tests.small import SMALL_DRAFTER, SMALL_MODEL
+from tests.test_drafters import Service, collect
 
 OPTIONS = {"page_size": 16, "max_batch_size": 8, "max_num_batched_tokens": 64, "kv_cache_memory": "64MiB"}
 DRAFT_MODELS = [
@@ -77,3 +83,34 @@ def compare(target: Path, speculative: dict[str, Any]) -> None:
         for choice in ({}, {"mtp_strategy": "with_ngram"}, {"verify_strategy": "rejection"} if sampling is greedy else {}):
             assert ask(llm, choice, **sampling) == expected
     llm.close()
+
+
+class Apart:
+    """The drafter as in a process of its own: in a thread that has entered nothing."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread, self.inner = thread, thread.submit(Service, "cuda:0").result()
+
+    def open(self, num_pages: int, page_size: int) -> None:
+        self._thread.submit(self.inner.open, num_pages, page_size).result()
+
+    def draft(self, call: DraftCall) -> DraftReply:
+        return self._thread.submit(self.inner.draft, call).result()
+
+
+@pytest.mark.parametrize("choice", [{}, {"draft_sampling": "greedy"}, {"verify_strategy": "rejection"}], ids=str)
+def test_a_drafter_apart_draws_what_the_one_in_the_step_does(choice: dict[str, Any]) -> None:
+    prompts = code_prompts(6, (60, 300), seed=19)
+    for options in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 5}):
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **options)
+        found = []
+        with ThreadPoolExecutor(1) as thread:
+            for placement, service in (("bls", Apart(thread)), ("in_process", None)):
+                speculative = {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3, "adaptive": False, "placement": placement}
+                config = {**OPTIONS, "model": str(SMALL_MODEL), "device": "cuda", "dtype": "float32", "async_scheduling": False}
+                speculative |= {"model": str(SMALL_DRAFTER), **choice}
+                engine = Engine(EngineConfig.from_dict({**config, "speculative_config": speculative}), draft_service=service)
+                found.append((collect(engine, prompts, params), engine.metrics.accepted_tokens["mtp"]))
+                assert service is None or not engine.drafters.faults.failures["mtp"]
+        (apart, accepted), (together, same) = found
+        assert apart == together and accepted > 40 and abs(accepted - same) < 0.1 * same, (accepted, same)
