@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from backend.core import kv_slots
-from backend.devices import on_stream
 from backend.drafters.calls import LIKELIEST, OWN_NOISE, DraftCall, DraftReply
 from backend.drafters.protocol import ATTENTION, DrafterRows
 from backend.drafters.recurrent import STATES, RecurrentDrafter
@@ -36,16 +35,14 @@ class RemoteDrafterService:
 
     def open(self, num_pages: int, page_size: int) -> None:
         if self._store is not None and (self._store.num_pages, self._store.page_size) == (num_pages, page_size):
-            with on_stream(self._device):
-                self._store.memory.zero_()
+            self._store.memory.zero_()
             return
-        with on_stream(self._device):
-            self._store = KvStore(self._drafter.cache_specs(self._dtype), page_size, num_pages, self._device)
+        self._store = KvStore(self._drafter.cache_specs(self._dtype), page_size, num_pages, self._device)
         self._drafter.attach(self._store)
 
     @torch.inference_mode()
     def draft(self, call: DraftCall) -> DraftReply:
-        with on_stream(self._device), self._threads_for(len(call.token_ids)):
+        with self._threads_for(len(call.token_ids)):
             return self._draft(call)
 
     def _draft(self, call: DraftCall) -> DraftReply:

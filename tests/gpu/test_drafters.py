@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.devices import on_stream
 from backend.drafters.calls import DraftCall, DraftReply
 from backend.engine import Engine
 from tests import test_block_drafters as blocks
@@ -86,16 +89,20 @@ def compare(target: Path, speculative: dict[str, Any]) -> None:
 
 
 class Apart:
-    """The drafter as in a process of its own: in a thread that has entered nothing."""
+    """The drafter as its own process has it: in another thread, which enters the stream for each call (`backend.adapters.mtp_drafter`)."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread, self.inner = thread, thread.submit(Service, "cuda:0").result()
 
+    def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        with on_stream(torch.device("cuda:0")):
+            return call(*arguments)
+
     def open(self, num_pages: int, page_size: int) -> None:
-        self._thread.submit(self.inner.open, num_pages, page_size).result()
+        self._thread.submit(self._run, self.inner.open, num_pages, page_size).result()
 
     def draft(self, call: DraftCall) -> DraftReply:
-        return self._thread.submit(self.inner.draft, call).result()
+        return self._thread.submit(self._run, self.inner.draft, call).result()
 
 
 @pytest.mark.parametrize("choice", [{}, {"draft_sampling": "greedy"}, {"verify_strategy": "rejection"}], ids=str)
