@@ -146,8 +146,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "odd chunks": {"max_num_batched_tokens": 33, "max_batch_size": 32},
     "page 64": {"page_size": 64},
     "page 1": {"page_size": 1},
-    "few pages": {"num_pages": 44, "page_size": 4},
-    "few pages, no cache": {"num_pages": 44, "page_size": 4, "enable_prefix_caching": False},
+    "few pages": {"num_pages": 44, "page_size": 1},
+    "few pages, no cache": {"num_pages": 44, "page_size": 1, "enable_prefix_caching": False},
 }
 
 
@@ -171,7 +171,7 @@ def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, nam
     assert (own.engine.metrics.preemptions > 0) == ("kv_cache_memory" in options)
     stats = [o.stats for i, o in enumerate(outputs) if choices[i % len(choices)]["method"] == "mtp"]
     drafts, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    assert drafts > 150 and accepted / drafts > 0.35, "drafts were made from the wrong states"
+    assert drafts > 200 and accepted / drafts > 0.35, "drafts were made from the wrong states"
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])

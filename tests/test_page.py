@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -13,7 +14,7 @@ from client.gateway import answers
 from deploy.demo import free_ports, running_gateway
 from tests.pages import WIDE, fill, open_page, value, wait_for_answers
 from tests.servers import wait_until
-from tests.test_gateway import LOOPS, PROMPT, gateway_in_this_process
+from tests.test_gateway import LOOPS, PROMPT, ask, gateway_in_this_process
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,11 @@ def page(chromium, gateway, server):
     server.wait_until_ready()
     with open_page(chromium, gateway) as page:
         yield page
+
+
+def test_which_model_it_is_before(gateway):
+    (model,) = json.loads(ask(gateway, "/v1/models")[2])["data"]
+    assert model["is_bundled"]
 
 
 # How many tokens there were at each change: a test that looks by itself may come too late.

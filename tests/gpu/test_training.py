@@ -16,6 +16,7 @@ EXTRA = {
     "mtp": ["--drafts", "2", "--answers", "12"],
     "eagle3": ["--drafts", "3", "--draft-vocab-size", "1024"],
     "medusa": ["--drafts", "2", "--states", "states", "--lr", "0.02"],
+    "dflash": ["--block-size", "4", "--layers", "2"],
     "dspark": ["--block-size", "3", "--layers", "2", "--markov-rank", "16"],
 }
 
