@@ -140,14 +140,16 @@ def test_any_batch_gives_plain_tokens(llm, prompts, plain, method, batch):
     assert ids_of(outputs) == plain[:count]
 
 
+AT_ONCE = {"max_num_batched_tokens": 4096, "max_batch_size": 32}
+"""As many prompts begin together as pages hold, so all grow into the last ones."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole prompts, no cache": {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
     "small chunks, no cache": {"max_num_batched_tokens": 24, "max_batch_size": 16, "enable_prefix_caching": False},
     "odd chunks": {"max_num_batched_tokens": 33, "max_batch_size": 32},
     "page 64": {"page_size": 64},
     "page 1": {"page_size": 1},
-    "few pages": {"num_pages": 44, "page_size": 1},
-    "few pages, no cache": {"num_pages": 44, "page_size": 1, "enable_prefix_caching": False},
+    "few pages": {"num_pages": 60, **AT_ONCE},
+    "few pages, no cache": {"num_pages": 60, "enable_prefix_caching": False, **AT_ONCE},
 }
 
 
@@ -162,7 +164,7 @@ IN_PARTS = ("small chunks, no cache", "few pages", "few pages, no cache")
 )
 def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, name, is_ahead):
     options = dict(OPTIONS[name])
-    if "num_pages" in options:  # of the usual size
+    if "num_pages" in options:
         options["kv_cache_memory"] = options.pop("num_pages") * llm_all.engine.worker.store.page_bytes
     own = LLM(speculative_config={**EVERY_METHOD, "num_model_steps": 2}, async_scheduling=is_ahead, **options)
     choices = [*METHODS.values(), {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5}, PLAIN]
