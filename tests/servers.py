@@ -131,6 +131,15 @@ class RunningServer:
         assert wait_until(self.is_idle), "pages are held"
 
     @contextlib.contextmanager
+    def held_amid(self, count: int) -> Iterator[None]:
+        """The engine stands still once so many completions have some tokens, and are far from their end: however long a browser takes."""
+        assert wait_until(lambda: self.metric("foretoken_requests_running") == count), "other requests run"
+        begun = self.metric("foretoken_steps_total")
+        assert wait_until(lambda: self.metric("foretoken_steps_total") >= begun + 20), "no step is taken"
+        with self.engine_held():
+            yield
+
+    @contextlib.contextmanager
     def engine_held(self) -> Iterator[None]:
         """Stops the process that computes: what a test does meanwhile takes no step, however long it takes."""
         (stub,) = (s.pid for s in find_stubs(self.pid) if s.model == "decode")

@@ -85,13 +85,14 @@ def test_stopping_frees_the_server(page, server, how):
     fill(page, PROMPT, 1900)
     with server.cancels(2):
         page.locator("#prompt").press("Control+Enter")
-        expect(page.locator("#off .output .token").nth(5)).to_be_visible()
-        if how == "button":
-            page.get_by_role("button", name="Stop").click()
-        elif how == "key":
-            page.keyboard.press("Escape")
-        else:
-            page.goto("about:blank")
+        with server.held_amid(2):
+            expect(page.locator("#off .output .token").nth(5)).to_be_visible()
+            if how == "button":
+                page.get_by_role("button", name="Stop").click()
+            elif how == "key":
+                page.keyboard.press("Escape")
+            else:
+                page.goto("about:blank")
     if how != "leaving":
         expect(page.locator("#verdict")).to_have_text("stopped")
         expect(page.get_by_role("button", name="Run")).to_be_enabled()

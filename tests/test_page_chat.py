@@ -121,8 +121,9 @@ def test_what_had_no_answer_before_a_reload_can_be_sent_again(page, server):
     page.get_by_label("Max tokens").fill("1500")
     with server.cancels(2):
         send(page, "and write it")
-        expect(page.locator("#on .message.assistant").last.locator(".token").nth(5)).to_be_visible()
-        page.reload()
+        with server.held_amid(2):
+            expect(page.locator("#on .message.assistant").last.locator(".token").nth(5)).to_be_visible()
+            page.reload()
     expect(page.locator("#prompt")).to_have_value("and write it")
     assert len(shown(page)) == 2
 
@@ -192,9 +193,10 @@ def test_stopping_keeps_what_came(page, server):
     page.get_by_label("Max tokens").fill("1500")
     with server.cancels(2):
         send(page, "read a file")
-        expect(page.locator("#on .message.assistant .token").nth(5)).to_be_visible()
-        page.keyboard.press("Escape")
-        expect(page.locator("#on .summary")).to_contain_text("stopped")
+        with server.held_amid(2):
+            expect(page.locator("#on .message.assistant .token").nth(5)).to_be_visible()
+            page.keyboard.press("Escape")
+            expect(page.locator("#on .summary")).to_contain_text("stopped")
     expect(page.locator("#verdict")).to_have_text("stopped")
     page.get_by_label("Max tokens").fill("4")
     assert say(page, "go on") and page.locator("#on .message").count() == 4
