@@ -24,6 +24,7 @@ from backend.devices import on_stream
 from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
 from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, await_loaded, check_verdicts, compare_verdicts
+from backend.own_process import has_begun
 from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
@@ -230,6 +231,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
             worker.warm_up()
             await_loaded(ranks, device)
             orders.rest()
+            has_begun()
             report({"ready": True})
             try:
                 follow(worker, ranks, plans)

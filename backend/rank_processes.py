@@ -95,7 +95,7 @@ def start_rank(spec: dict[str, Any], module: str = "backend.follower") -> subpro
     # Within the server this process is its stub, which embeds the python3 on PATH.
     python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
     output = subprocess.PIPE if spec["reports"] else None
-    child = subprocess.Popen([python, "-m", module], stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
+    child = subprocess.Popen([python, "-m", "backend.own_process", module], stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
     assert child.stdin is not None
     child.stdin.write(json.dumps(spec) + "\n")
     child.stdin.flush()

@@ -182,7 +182,9 @@ def test_deploy_imports_configuration_at_most() -> None:
 
 
 def test_model_repository_imports_adapters_only() -> None:
-    none_of([i for i in of_project(imports_of("model_repository")) if not i.is_in("backend.adapters")], "a model.py holds no logic")
+    none_of(
+        [i for i in of_project(imports_of("model_repository")) if not i.is_in("backend.adapters", "backend.own_process")], "a model.py holds no logic"
+    )
 
 
 def test_adapters_alone_know_triton() -> None:
@@ -265,6 +267,7 @@ LEVELS = (
         "kv_store",
         "devices",
         "heap",
+        "own_process",
         "models",
         "model_checks",
         "drafter_checks",

@@ -7,7 +7,6 @@ nothing, ends those whose deadline is over before they were tokenized, and publi
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
@@ -49,6 +48,7 @@ from backend.core import Delta, FinishReason, SpeculationStats
 from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
 from backend.errors import EngineError
+from backend.own_process import has_begun
 from backend.precedence import take_short_turns
 from backend.sampling_defaults import read_sampling_defaults
 
@@ -112,8 +112,7 @@ class TritonPythonModel:
         self._responses.start()
         self._watcher.start()
         self._engine.after_deltas = self._hand_over
-        # Full collections look at what came since alone: they come while requests run, and no step begins meanwhile (100 ms, measured).
-        gc.freeze()
+        has_begun()
         self._engine.start()
         if self._nodes is not None:
             self._nodes.start()
@@ -309,7 +308,6 @@ class TritonPythonModel:
     def _shut_down(self) -> None:
         """Ends the engine, which saves what it keeps: requests that are still open get an error."""
         self._is_refusing = True
-        gc.unfreeze()  # the interpreter's end hung one time in five without (measured)
         if self._nodes is not None:
             self._nodes.stop()
         self._engine.shutdown()

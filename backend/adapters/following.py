@@ -20,6 +20,7 @@ from backend.adapters.stub import (
 from backend.core import Delta, SpeculationStats
 from backend.errors import EngineError
 from backend.following import FollowingHost
+from backend.own_process import has_begun
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class TritonPythonModel:
         self._drain_file = drain_file(args)
         self._is_stopping = threading.Event()
         threading.Thread(target=self._watch, name="watcher", daemon=True).start()
+        has_begun()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

@@ -27,6 +27,7 @@ from backend.errors import ConfigError
 from backend.model_files import settle_path
 from backend.models import load_model
 from backend.models.mtp import Mtp
+from backend.own_process import has_begun
 from backend.parallel.ranks import Ranks
 from backend.speculative_config import SpeculativeConfig
 
@@ -71,6 +72,7 @@ class TritonPythonModel:
 
         self._sessions = DraftSessions(make_service, int(engine.kv_cache_memory or DEFAULT_MEMORY))
         self._device, self._dtype = device, dtype
+        has_begun()
         logger.info("drafter ready: %d layers, %s on %s, %d steps", model.num_layers, dtype, device, config.num_model_steps)
 
     def execute(self, requests: list[Any]) -> list[Any]:

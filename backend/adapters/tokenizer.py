@@ -24,6 +24,7 @@ from backend.intake import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from backend.model_files import read_config
 from backend.models.rope_spec import read_context_len
 from backend.models.values import Values
+from backend.own_process import has_begun
 from backend.text import Tokenizer
 from backend.tools import find_format
 
@@ -58,6 +59,7 @@ class TritonPythonModel:
         folder = resolve_model(values, args)
         self._tokenizer = Tokenizer(folder)
         self._max_characters = _max_characters(Path(folder))
+        has_begun()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]

@@ -1,6 +1,10 @@
 """The server's entry point; the code is in backend/adapters/mtp_drafter.py."""
 
 try:
+    from backend import own_process
+
+    own_process.begin()
+    own_process.end_at_exit()
     from backend.adapters.mtp_drafter import TritonPythonModel  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name not in ("backend", "backend.adapters"):
