@@ -79,12 +79,17 @@ class DraftBudget:
         if own is None:
             ability, speculation = self._describe(request), request.speculation
             kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
-            # Where a tree's drafts are not known, it is as large as it was configured: what fewer would bring, evidence by place does not say.
-            is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and (self._is_exact or not speculation.num_nodes)
+            is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED
             has_others, may_wait = bool(ability.lookup) or ability.has_host, ability.may_wait
-            group = Group(kind, speculation.num_speculative_tokens, ability.num_model, has_others, is_paced, may_wait)
+            num_wanted, num_nodes = self._wants(request), speculation.num_nodes
+            group = Group(kind, num_wanted, ability.num_model, has_others, is_paced, may_wait, num_nodes)
             own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(self._means[kind]), group)
         return own
+
+    def _wants(self, request: Request) -> int:
+        """Most that a limit may give it. Where a tree's drafts are not known it is whole or not at all: what fewer would bring nobody has seen."""
+        speculation = request.speculation
+        return speculation.num_speculative_tokens if self._is_exact or not speculation.num_nodes else 1
 
     def stop(self, request: Request) -> None:
         self._own.pop(request.request_id, None)
@@ -106,7 +111,7 @@ class DraftBudget:
             if speculation.num_speculative_tokens:
                 own = self._of(request)
                 group = own.group
-                if not speculation.num_nodes:
+                if not (self._is_exact and speculation.num_nodes):
                     groups.setdefault(group, []).append(own)
                 if group.num_model:
                     able.append(own)
@@ -123,7 +128,7 @@ class DraftBudget:
             return
         prices = self._prices
         (self._padded or self._costs).begin(num_requests, sum(len(request.token_ids) for request in requests))
-        top = max((r.speculation.num_speculative_tokens for r in paced if not r.speculation.num_nodes), default=0)
+        top = max((self._wants(r) for r in paced if not (self._is_exact and r.speculation.num_nodes)), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
         if self._is_exact:
             prices.begin(num_requests, able)
@@ -152,6 +157,8 @@ class DraftBudget:
             return (min(wanted, self._applied) if is_limited else wanted) if is_worth else 0
         if self._trials.is_on and not self._limits.chosen.limit and request.request_id not in self._trials.explorers:
             return 0
+        if request.speculation.num_nodes:
+            return wanted if self._applied and self._applied_model else 0
         return min(wanted, self._applied)
 
     def _are_lookups_worth(self, own: Own) -> bool:
@@ -266,7 +273,7 @@ class DraftBudget:
 
     def _asks_all(self, request: Request) -> bool:
         """Where one choice holds for all requests. In a trial few ask that did not: they have to catch up."""
-        if request.speculation.num_nodes:
+        if self._is_exact and request.speculation.num_nodes:
             return True
         is_new = self._trials.is_on and not self._is_exact and not self._limits.chosen.is_asked
         return self._applied_model and (not is_new or request.request_id in self._trials.explorers)

@@ -64,12 +64,12 @@ class Learning:
             self._learn_exact(own, chain, num_accepted, has_model, tree)
             return
         self._learn_survival(request, chain, num_accepted, tree, often)
-        if not own.ability.model or tree is not None:
+        if not own.ability.model:
             return
         if has_model or is_alone:
             for means, share in self._shares(own, often):
                 means.note_model(num_accepted if has_model else means.model, num_accepted, share)
-        if own.ability.lookup:
+        if own.ability.lookup and tree is None:
             self._learn_lookup(request, own, num_accepted, has_model or is_alone, matched, often)
 
     def _shares(self, own: Own, often: int = 1) -> tuple[tuple[Means, float], ...]:

@@ -59,6 +59,8 @@ class Group(NamedTuple):
     """The limit holds for them."""
     may_wait: bool = False
     """Lookups of the host would join, if they waited."""
+    num_nodes: int = 0
+    """Of their tree, which is one draft that is wanted: it is verified whole, or not at all. 0: they have chains."""
 
 
 def _levels(top: int, is_padded: bool) -> list[int]:
@@ -159,7 +161,7 @@ class Limits:
         for is_asked, waits in itertools.product((True, False) if has_model else (True,), (False, True) if may_wait else (False,)):
             expected = {}
             for group, owns in groups.items():
-                is_silent = group.kind.has_model and group.is_paced and not is_asked and not group.has_others
+                is_silent = group.kind.has_model and group.is_paced and not is_asked and (not group.has_others or group.num_nodes > 0)
                 count = group.num_wanted
                 expected[group] = [(0.0, 0.0)] * (count + 1) if is_silent else self._expect(group, owns, is_asked, waits)
             limits = _levels(top, padded is not None)[0 if is_asked and not waits else 1 :]
@@ -173,9 +175,9 @@ class Limits:
                     drafted, accepted = expected[group][own_limit]
                     rows += number * drafted
                     tokens += number * accepted
-                    most = max(most, own_limit)
+                    most = max(most, group.num_nodes if own_limit and group.num_nodes else own_limit)
                     if group.kind.has_model and (is_asked or not group.is_paced) and own_limit:
-                        asked, num_model = asked + number, max(num_model, min(group.num_model, own_limit))
+                        asked, num_model = asked + number, max(num_model, group.num_nodes or min(group.num_model, own_limit))
                 shapes.append((most, num_model, asked, tokens))
                 num_rows.append(rows)
             if padded is None:
@@ -192,6 +194,8 @@ class Limits:
     def _expect(self, group: Group, owns: Sequence[Own], is_asked: bool, waits: bool) -> list[tuple[float, float]]:
         """Drafts and accepted drafts of one request by limit: as it was with others like these, and where steps are padded as much more or less as
         these have had lately."""
+        if group.num_nodes:
+            return [(0.0, 0.0), (float(group.num_nodes), sum(own.means.model for own in owns) / len(owns))]
         has_model, has_host = group.kind.has_model and (is_asked or not group.is_paced), waits and group.may_wait and group.is_paced
         found = self.forecast.expect(asking(group.kind, has_model, has_host), group.num_wanted)
         if self._padded is None or (has_host and has_model) or not group.num_model or not group.has_others:
