@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
+from backend.planned import Drafted
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve, watch_verified, watched
 from tests.families import Case, assert_close, edited, make_model, random_tokens
 from tests.test_hand_overs import Direct, check_idle
@@ -345,8 +347,16 @@ def test_pages_that_hold_no_block(drafter: tuple[Drafter, Path], target: tuple[A
 
 
 @pytest.mark.parametrize("drafter", [KINDS[4]], ids=str, indirect=True)
-def test_drafts_end_where_the_confidence_head_says(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+def test_drafts_end_where_the_confidence_head_says(drafter: tuple[Drafter, Path], target: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And drafts are judged by it, where others' are by their drafter's greatest probability."""
     own, folder = drafter
+    told, note = list[Sequence[float]](), Drafted.note
+
+    def watched_note(self: Drafted, score: int, found: list[float] | None, *names: str) -> None:
+        told.append(found or [])
+        note(self, score, found, *names)
+
+    monkeypatch.setattr(Drafted, "note", watched_note)
     prompt = random_tokens(37)
     params = SamplingParams(max_tokens=2 + NUM_DRAFTS, temperature=0.0, ignore_eos=True)
 
@@ -366,6 +376,9 @@ def test_drafts_end_where_the_confidence_head_says(drafter: tuple[Drafter, Path]
             row.append(torch.sigmoid(own.weights["confidence_head.proj.weight"][0] @ seen + own.weights["confidence_head.proj.bias"][0]).item())
         chances.append(row[: params.max_tokens - known - 1])
     assert everything == sum(map(len, chances))
+    assert len(told) >= len(chances)
+    for row, found in zip(chances, told, strict=False):
+        assert list(found[: len(row)]) == pytest.approx(row, abs=1e-4) and len(found) >= len(row)
     least = sorted(chance for row in chances for chance in row)[everything // 3] + 1e-6
     kept = [next((i for i, chance in enumerate(row) if chance < least), len(row)) for row in chances]
     assert 0 < sum(kept) < everything

@@ -52,13 +52,9 @@ class BlockForward:
         count = self._block.count_rows(num_drafts)
         return (count, 1) if self._block.is_causal else (1, count)
 
-    def end(self, states: list[torch.Tensor], step: int, least: float, is_ended: torch.Tensor | None) -> torch.Tensor | None:
-        """Which requests take no drafts from number `step` on [B] int32: those of before (is_ended), and where it is less likely than `least`."""
-        chances = self._block.judge(states, step)
-        if chances is None:
-            return is_ended
-        is_low = (chances < least).int()
-        return is_low if is_ended is None else torch.maximum(is_ended, is_low)
+    def judge(self, states: list[torch.Tensor], step: int) -> torch.Tensor | None:
+        """See `BlockDrafter.judge`."""
+        return self._block.judge(states, step)
 
     def _place(
         self, fields: torch.Tensor, count: int, sizes: StepSizes, is_skipped: torch.Tensor | None

@@ -168,13 +168,15 @@ class DraftPhase:
         if chances is not None:
             chances[step.indices.long()] = 0
         for number in range(shape.num_model_drafts):
-            if self._block is not None and least:
-                is_ended = self._block.end(states, number, least, is_ended)
+            judged = self._block.judge(states, number) if self._block is not None and (least or chances is not None) else None
+            if judged is not None and least:
+                is_low = (judged < least).int()
+                is_ended = is_low if is_ended is None else torch.maximum(is_ended, is_low)
             logits = drafter.logits(states, number)
             if self.grammars:
                 logits = mask_draft(logits, table, step.indices, number, self.grammars)
             if chances is not None:
-                own = greatest_probability(logits)
+                own = greatest_probability(logits) if judged is None else as_chances(judged)
                 chances[step.indices.long(), number] = own if is_ended is None else own * (is_ended == 0)
                 together *= own**shape.trust
             chosen = self._choose_draft(step, logits, number)
@@ -206,8 +208,13 @@ class DraftPhase:
 
 
 def greatest_probability(logits: torch.Tensor) -> torch.Tensor:
-    """[B, V] -> [B] float32, above 0: also of logits that are no numbers, which cost a drafter its drafts and nothing else."""
-    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_().nan_to_num_(0.0).clamp_(min=1e-6)
+    """[B, V] -> [B] float32, above 0."""
+    return as_chances((logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_())
+
+
+def as_chances(chances: torch.Tensor) -> torch.Tensor:
+    """[B] float32, above 0: also of what is no number, which costs a drafter its drafts and nothing else."""
+    return chances.nan_to_num(0.0).clamp(min=1e-6)
 
 
 def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | ops.SplitAttention | None) -> DrafterRows:
