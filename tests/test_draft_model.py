@@ -15,7 +15,10 @@ from backend.config import EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.parallel.ranks import Ranks
+from backend.step import attending
+from backend.step.advancing import Advancing
 from backend.step.worker import Worker
+from kernels._load import Gpu
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, check_tree_tokens, serve
 from tests.families import VOCABULARY, Case, edited, expected_logits, make_model, random_tokens
 from tests.test_families import LONGROPE
@@ -23,6 +26,7 @@ from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import GLM
 
 TARGET = Case("llama")
+HOPPER = Gpu(132, 228 * 1024, 9)
 CASES = [
     Case("qwen3", config={"num_hidden_layers": 3}),
     Case("glm4_moe", "experts", GLM),
@@ -49,6 +53,21 @@ def test_a_served_context_decides_for_drafters_too(tmp_path: Path) -> None:
     (result,) = llm.generate([{"prompt_token_ids": random_tokens(20)}], params, use_tqdm=False)
     stats = result.outputs[0].stats
     assert stats.accepted == stats.drafted > 0
+
+
+@pytest.mark.parametrize(("family", "is_captured"), [("gemma2", False), ("gemma3_text", True)])
+def test_capped_scores_are_not_captured_with_prompts(family: str, is_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU no kernel that finds prompts by itself caps scores: the drafter is launched kernel by kernel there, as its target would be."""
+    sizes = {"head_dim": 64, "sliding_window": 9}
+    make_model(Case(family, config=sizes), tmp_path / "drafter")
+    make_model(Case("llama", config={"head_dim": 64, "vocab_size": VOCABULARY}), tmp_path / "target")
+    llm = serve(tmp_path / "target", {"page_size": 16, "dtype": "bfloat16"}, method="draft_model", model=str(tmp_path / "drafter"))
+    monkeypatch.setattr(attending, "gpu_of", lambda device: HOPPER)
+    made: list[Advancing] = []
+    monkeypatch.setattr(Advancing, "capture_all", lambda own: made.append(own))
+    advancing = llm.engine.worker.program.capture_advancing([8, 16], (0, 0), 4, 17)
+    assert (advancing is not None) == bool(made) == is_captured
+    assert len(llm.engine.worker.drafter.attention_kinds) == 1 + (family == "gemma2")  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

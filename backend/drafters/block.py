@@ -8,6 +8,7 @@ import torch
 
 from backend.drafters.protocol import ATTENTION, BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
+from backend.models.decoder_layer import AttentionKinds
 from backend.models.dflash import Dflash
 
 
@@ -18,6 +19,7 @@ class BlockDrafter:
     """
 
     heads, tap_width, first = None, 0, 0
+    attention_kinds: AttentionKinds = frozenset()
     memory: CandidateMemory | None = None
     attends_drafts = False
 

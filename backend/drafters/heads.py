@@ -22,6 +22,7 @@ class HeadsDrafter:
     def __init__(self, model: Heads) -> None:
         self._model, self._prefix = model, model.prefix
         self.heads = self._prefix.heads if self._prefix is not None else None
+        self.attention_kinds = self._prefix.attention_kinds if self._prefix is not None else frozenset()
         self.max_drafts, self.tap_width, self.tapped_layers = model.num_heads, model.tap_width, model.tapped_layers
         self._hidden = torch.empty(0)
         self._planes: tuple[torch.Tensor, ...] = ()

@@ -31,7 +31,7 @@ class ParallelDrafter:
         assert model.mask_token_id is not None
         self.mask_token_id, self._model, self._known = model.mask_token_id, model, RecurrentDrafter(model, 1)
         self.heads: ops.Heads | None = model.heads
-        self.block_heads = model.heads
+        self.block_heads, self.attention_kinds = model.heads, model.attention_kinds
         self.tap_width, self.tapped_layers = model.tap_width, model.tapped_layers
 
     @property

@@ -11,6 +11,7 @@ import torch
 from backend.budget import Chain
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.kv_store import CacheSpec, KvStore
+from backend.models.decoder_layer import AttentionKinds
 from kernels import ops
 
 HIDDEN = "hidden"
@@ -133,6 +134,11 @@ class StepDrafter(Protocol):
     @property
     def heads(self) -> ops.Heads | None:
         """Of its attention over known tokens; None: it has none."""
+        ...
+
+    @property
+    def attention_kinds(self) -> AttentionKinds:
+        """Of the same."""
         ...
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from backend.drafters.protocol import ATTENTION, HIDDEN, BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
+from backend.models.decoder_layer import AttentionKinds
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from kernels import ops
 
@@ -27,6 +28,7 @@ class RecurrentModel(Protocol):
     """Modules that draft one token each; the last one goes on from its own state."""
     heads: ops.Heads
     """Of queries, of keys and values, and their size."""
+    attention_kinds: AttentionKinds
     token_shape: tuple[int, ...]
     """Of what attention keeps of a token in one of num_planes planes a layer."""
     num_planes: int
@@ -71,7 +73,8 @@ class RecurrentDrafter:
     def __init__(self, model: RecurrentModel, max_steps: int) -> None:
         self._model = model
         self.num_layers = min(model.num_layers, max_steps)
-        self.heads, self.tap_width, self.tapped_layers = model.heads, model.tap_width, model.tapped_layers
+        self.heads, self.attention_kinds = model.heads, model.attention_kinds
+        self.tap_width, self.tapped_layers = model.tap_width, model.tapped_layers
         self._planes: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         self._hidden = torch.empty(0)

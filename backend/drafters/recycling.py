@@ -11,6 +11,7 @@ import torch
 
 from backend.drafters.protocol import BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
+from backend.models.decoder_layer import AttentionKinds
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from kernels import ops
 
@@ -21,6 +22,7 @@ class RecyclingDrafter:
     block: BlockPass | None = None
     keeper: StateKeeper | None = None
     heads: ops.Heads | None = None
+    attention_kinds: AttentionKinds = frozenset()
     attends_drafts = False
     max_drafts, tap_width = MAX_SPECULATIVE_TOKENS, 0
     tapped_layers: tuple[int, ...] = ()

@@ -10,11 +10,10 @@ from tqdm import tqdm
 
 from backend.kv_store import CacheSpec
 from backend.models.cache_scales import Scales, read_cache_scales
-from backend.models.decoder_layer import DecoderLayer
+from backend.models.decoder_layer import AttentionKinds, DecoderLayer, find_kinds
 from backend.models.head import Head
 from backend.models.layers import ATTENTION, Wanted, Weights, own_heads
 from backend.models.loader import Checkpoint
-from backend.models.parts import Attention
 from backend.models.rope import Angles, RopeTables
 from backend.models.spec import DecoderSpec
 from backend.parallel.ranks import WHOLE, Ranks, await_rows
@@ -86,11 +85,8 @@ class Decoder:
         self.num_written_weights = max(weights.most_written, self._head.num_written_weights, self._draft_head.num_written_weights)
 
     @property
-    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
-        """Windows and caps of scores of the layers that have either."""
-        parts = (layer.attention for layer in self.layers)
-        kinds = {(part.window, part.soft_cap) for part in parts if isinstance(part, Attention)}
-        return frozenset(kinds - {(None, None)})
+    def attention_kinds(self) -> AttentionKinds:
+        return find_kinds(self.layers)
 
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}

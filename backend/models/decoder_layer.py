@@ -17,6 +17,9 @@ from backend.models.spec import LayerSpec
 from backend.parallel.ranks import await_rows
 from kernels import ops
 
+AttentionKinds = frozenset[tuple[int | None, float | None]]
+"""Windows and caps of scores of layers that have either."""
+
 
 class DecoderLayer:
     def __init__(self, spec: LayerSpec, weights: Weights, context_len: int | None = None) -> None:
@@ -42,3 +45,9 @@ class DecoderLayer:
     def finish(self, x: torch.Tensor, found: torch.Tensor) -> Iterable[slice]:
         """Adds to x [T, hidden] in place what follows from what its queries found [T, H, D]: see `Ranks.add_product`."""
         return self.mlp.add(x, self.attention.o.add(x, found.flatten(1)))
+
+
+def find_kinds(layers: Iterable[DecoderLayer]) -> AttentionKinds:
+    parts = (layer.attention for layer in layers)
+    kinds = {(part.window, part.soft_cap) for part in parts if isinstance(part, Attention)}
+    return frozenset(kinds - {(None, None)})

@@ -69,7 +69,7 @@ class DraftModel:
             arguments = (spec, checkpoint, dtype, device, ranks, context_len)
             self._model = Decoder(*arguments, quantization=quantization, draft_ids=own_ids, only_drafts=True)
         (cache,) = self._model.cache_specs(dtype)
-        self.hidden_size, self.heads = self._model.hidden_size, self._model.heads
+        self.hidden_size, self.heads, self.attention_kinds = self._model.hidden_size, self._model.heads, self._model.attention_kinds
         self.token_shape, self.num_planes = cache.shape, cache.num_planes
         self.mask_token_id = None if has_other_tokens else read_parallel(directory, is_parallel)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from backend.drafter_checks import read_eagle_spec
-from backend.models.decoder_layer import DecoderLayer
+from backend.models.decoder_layer import DecoderLayer, find_kinds
 from backend.models.drafter_weights import load_embedding, load_head, load_vector, scatter_logits
 from backend.models.eagle_spec import MAP, EagleSpec, choose_parallel
 from backend.models.layers import Weights, own_heads
@@ -54,7 +54,7 @@ class Eagle:
                 check_gpu_layers(spec.layers, spec.where, dtype)
             own = ranks or Ranks()
             self._layers = [DecoderLayer(layer, Weights(checkpoint, dtype, device, own, quantization)) for layer in spec.layers]
-            self.heads = own_heads(spec.layers[0].attention, own)
+            self.heads, self.attention_kinds = own_heads(spec.layers[0].attention, own), find_kinds(self._layers)
             self._load(spec, checkpoint, target, Weights(checkpoint, dtype, device, Ranks(), quantization), is_parallel)
 
     def _load(self, spec: EagleSpec, checkpoint: Checkpoint, target: Model, weights: Weights, is_parallel: bool | None) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from backend.drafter_checks import read_heads_spec
 from backend.errors import ModelError
-from backend.models.decoder_layer import DecoderLayer
+from backend.models.decoder_layer import DecoderLayer, find_kinds
 from backend.models.drafter_weights import refuse_token_map, scatter_logits
 from backend.models.heads_spec import Block, HeadsSpec, LstmSpec, SpeculatorSpec
 from backend.models.layers import Weights
@@ -66,6 +66,7 @@ class PrefixLayer:
         own = layer.attention
         self.heads, self.token_shape, self.num_planes = ops.Heads(*own.heads), own.token_shape(own.heads[1]), own.num_planes
         self._layer, self._eps = DecoderLayer(layer, weights), layer.eps
+        self.attention_kinds = find_kinds([self._layer])
         self._norm = weights.norm(spec.prefix.norm, spec.hidden_size)
         rope, size, scale = own.turning
         self._tables = RopeTables(rope, size, context_len, weights.dtype, weights.device, scale)

@@ -16,7 +16,7 @@ import torch
 from backend.model_checks import check_drafter, check_fits_target, check_rounding
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
-from backend.models.decoder_layer import DecoderLayer
+from backend.models.decoder_layer import DecoderLayer, find_kinds
 from backend.models.drafter_weights import scatter_logits
 from backend.models.layers import Weights, own_heads
 from backend.models.mtp_spec import MtpLayerSpec
@@ -77,6 +77,7 @@ class Mtp:
             weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
             split = Weights(checkpoint, dtype, device, ranks, quantization)
             self.layers = [_Layer(layer, weights, split) for layer in spec.layers]
+        self.attention_kinds = find_kinds(layer.decoder for layer in self.layers)
         rope, size, scale = own.turning
         self._tables = RopeTables(rope, size, target.context_len, dtype, device, scale)
 

@@ -256,7 +256,7 @@ class Program:
             return None
         split, attention = ops.SplitRows.make(max_batch, self._table.device), None
         if self._drafter.heads is not None:
-            attention = self._attending.split(split, self._drafter.heads, counts[-1], max_queries)
+            attention = self._attending.split(split, self._drafter.heads, counts[-1], max_queries, self._drafter.attention_kinds)
             if attention is None:
                 return None
         advancing = Advancing(self.drafting, split, attention, counts, pool)
