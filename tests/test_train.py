@@ -3,11 +3,13 @@ cannot use. That the server drafts what was trained is in `test_trained_drafters
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import lzma
 import shutil
 import signal
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ import torch
 from torch import multiprocessing
 
 from backend.drafter_checks import check_drafter_folder
+from backend.engine import Engine
 from backend.models.shards import held
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
-from training import trainer
+from training import command, trainer
 from training.data import Reader, cut_prompts
 from training.drafters.layers import attend_unrolled
 from training.target import Target
@@ -192,6 +195,29 @@ def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None
     for name, weight in one["drafter"].items():
         is_apart = (two["drafter"][name] - weight).abs() > 2e-3
         assert is_apart.float().mean() < 1e-3, name
+
+
+def test_the_engine_that_wrote_answers_is_gone_before_training(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has most of a GPU's memory."""
+    engines: list[weakref.ref[Engine]] = []
+    shut_down = Engine.shutdown
+
+    def note(engine: Engine, *arguments: Any) -> None:
+        engines.append(weakref.ref(engine))
+        shut_down(engine, *arguments)
+
+    def train(run: trainer.Run, ids: torch.Tensor) -> bool:
+        assert len(engines) == 1 and engines[0]() is None
+        return False
+
+    monkeypatch.setattr(Engine, "shutdown", note)
+    monkeypatch.setattr(command, "train", train)
+    gc.disable()
+    try:
+        assert main(flags(folder, text, tmp_path / "out", answers=4, answer_tokens=12)) == 130
+    finally:
+        gc.enable()
+    assert engines
 
 
 def test_answers_of_the_model_itself(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import sys
@@ -268,6 +269,9 @@ def _distil(args: argparse.Namespace, documents: list[np.ndarray]) -> list[np.nd
     if longest + most > limit:
         raise ValueError(f"prompts of {longest} tokens and --answer-tokens {most} are more than the model's own limit {limit}")
     answers = write_answers(args.model, prompts, most, args.temperature or 0.0, args.seed, dtype=args.dtype, device=args.device)
+    # The engine refers to itself, and has most of a GPU's memory, which training is to have: in this process, or in others.
+    gc.collect()
+    torch.cuda.empty_cache()
     with told(args.out, args.out / "checkpoint.pt"):
         path.write_bytes(np.concatenate(answers).astype("<u4").tobytes())
     return answers
@@ -290,8 +294,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any] | None:
     if log := (run.out / "log.jsonl").read_text().splitlines():
         result["last"] = json.loads(log[-1])
     if prompts:
-        if args.device.startswith("cuda"):
-            torch.cuda.empty_cache()  # the engine takes the memory that is free
         longest = min(args.context - args.context // PROMPT_SHARE, args.report_tokens)
         engine = {"dtype": run.dtype, "device": args.device, "max_batch_size": 8}
         result["report"] = measure(run.model, run.out, run.kind, run.drafts, prompts, longest, **engine)

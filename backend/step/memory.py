@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -52,7 +53,8 @@ def count_pages(config: EngineConfig, specs: list[CacheSpec], needs: StepNeeds, 
     if config.kv_cache_memory is not None:
         memory = int(config.kv_cache_memory)
     elif device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading took beside the weights
+        gc.collect()  # an engine that this process had before, which refers to itself
+        torch.cuda.empty_cache()  # what that had, and what loading took beside the weights
         free, total = torch.cuda.mem_get_info(device)
         memory = int(free - (1 - config.gpu_memory_utilization) * total) - _count_working_memory(config, needs)
     else:
