@@ -100,6 +100,12 @@ def on_stream(device: torch.device) -> contextlib.AbstractContextManager[object]
     return device_stream(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def beside_steps(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What other threads than the engine's run on a device in. Torch's default stream would wait for the steps under way, and steps for it; and while
+    a graph is captured on the engine's stream, CUDA lets nothing come to it."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def keep_temporaries_on_heap() -> None:
     """Stops glibc from mapping and unmapping every large temporary.
 

@@ -8,6 +8,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from backend.core import HandOff, Request
+from backend.devices import beside_steps
 from backend.disaggregation.node_transfer import NodeAddress, NodeRead, NodeTransfer
 from backend.disaggregation.records import Message, probs_from_pages
 from backend.errors import TransferError
@@ -130,7 +131,8 @@ class PageReads:
         if fetch.done is None or fetch.hand_off is None:
             return
         count = len(fetch.done.probs_pages)
-        probs = probs_from_pages(self._transfer.scratch[:count].clone(), fetch.done.probs_shape)
+        with beside_steps(self._transfer.scratch.device):
+            probs = probs_from_pages(self._transfer.scratch[:count].clone(), fetch.done.probs_shape)
         fetch.hand_off = dataclasses.replace(fetch.hand_off, draft_probs=probs)
 
     def forget_dead(self, alive: Set[str], read: Set[str]) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import random
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
+from backend.core import HandOff, Outcome
+from backend.disaggregation.reads import Fetch, PageReads
+from backend.disaggregation.records import Message, probs_to_pages
 from backend.disaggregation.staging import StagedPages
 from backend.disaggregation.tcp_transfer import TcpTransfer, connect, receive
 from backend.disaggregation.transfer import make_scratch
@@ -69,3 +74,28 @@ def test_pages_are_read_byte_for_byte(device: torch.device, is_busy: bool) -> No
         read(count)
     for one in (offerer, *(reader for reader, _ in readers)):
         one.close()
+
+
+def test_distributions_are_taken_while_a_graph_is_captured(device: torch.device) -> None:
+    """By a thread beside the engine's, which captures steps while nobody waits, as where all requests wait for their pages."""
+    transfer, store = make(device)
+    probs, counts = torch.rand(3, 17_000), torch.zeros(8, device=device)
+    pages = probs_to_pages(probs, store.page_bytes)
+    transfer.scratch[: len(pages)].copy_(pages)
+    torch.cuda.synchronize()
+    reads: Any = PageReads(transfer, store.page_bytes, 10.0)  # type: ignore[arg-type]
+    fetch: Any = Fetch(None, "job", [], 0, 0, 0.0, 0, 0)  # type: ignore[arg-type]
+    fetch.done = Message("done", "job", "other", probs_pages=list(range(len(pages))), probs_shape=(3, 17_000))
+    fetch.hand_off = HandOff(Outcome([1]))
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        counts.add_(1)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(reads._take_probs, fetch).result()
+    finally:
+        graph.capture_end()
+    graph.replay()
+    assert torch.equal(fetch.hand_off.draft_probs, probs)
+    assert counts.tolist() == [1.0] * 8
+    transfer.close()
