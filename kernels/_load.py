@@ -242,6 +242,9 @@ def gpu_of(device: torch.device | None = None) -> Gpu:
 def device_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Makes the stream that kernels run on torch's own for this thread, too."""
     own = device_of(device)
+    before, index = torch.cuda.current_device(), own.torch_stream.device.index
+    if before != index and not torch._C._cuda_hasPrimaryContext(before):  # type: ignore[attr-defined]
+        torch.cuda.set_device(index)  # to come back to a GPU that this process does not use makes a context there, of some 500 MB
     own.context.push()
     try:
         with torch.cuda.stream(own.torch_stream):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -255,6 +257,24 @@ def test_nobody_waits_for_a_rank_that_is_gone(tmp_path: Path) -> None:
 
 
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3, "adaptive": False}
+
+
+ON_SECOND = """
+import torch
+from backend import LLM, SamplingParams
+found = []
+for device in ("cuda:1", "cuda:0"):
+    llm = LLM(device=device, dtype="float32", speculative_config={"method": "mtp"}, kv_cache_memory="64MiB", max_batch_size=4)
+    (result,) = llm.generate("def area(self):", SamplingParams(max_tokens=24, temperature=0.0), use_tqdm=False)
+    found.append((result.outputs[0].token_ids, torch._C._cuda_hasPrimaryContext(0)))
+    llm.close()
+assert found[0][0] == found[1][0] and not found[0][1] and found[1][1], found
+"""
+
+
+def test_an_engine_on_the_second_gpu_takes_nothing_of_the_first() -> None:
+    made = subprocess.run([sys.executable, "-c", ON_SECOND], capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr[-3000:]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
