@@ -11,7 +11,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.core import Delta
 from backend.devices import cpu_threads
 from backend.drafters import sessions
-from backend.drafters.calls import DraftCall, DraftError, DraftReply
+from backend.drafters.calls import LIKELIEST, OWN_NOISE, DraftCall, DraftError, DraftReply
 from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
 from backend.drafters.sessions import CallNumber, DraftSessions
@@ -19,6 +19,7 @@ from backend.engine import Engine
 from backend.models import load_model
 from backend.models.mtp import Mtp
 from backend.parallel.ranks import Ranks
+from kernels.warm_up import TOKEN_COUNTS
 from tests.conftest import code_prompts, greedy
 
 CPU = torch.device("cpu")
@@ -30,6 +31,26 @@ def make_service():
     target = load_model(str(BUNDLED_MODEL), torch.float32, CPU, Ranks(), only_head=True)
     model = Mtp(str(BUNDLED_DRAFTER), target, torch.float32, CPU, None)
     return lambda kind=RemoteDrafterService: kind(RecurrentDrafter(model, 3), torch.float32, CPU, lambda count: cpu_threads(1))
+
+
+@pytest.mark.parametrize("context", [16, 4096])
+def test_calls_that_a_gpu_is_warmed_up_with(make_service, context):
+    """They are calls as any, within the context and their pages."""
+    asked: list[DraftCall] = []
+
+    class Noted(RemoteDrafterService):
+        def draft(self, call: DraftCall) -> DraftReply:
+            asked.append(call)
+            reply = super().draft(call)
+            assert [len(row) for row in reply.token_ids] == call.num_drafts
+            return reply
+
+    make_service(Noted).try_calls(context, 16)
+    counts = {call.query_lens[0] for call in asked}
+    assert counts == {min(count, context - 2) for count in TOKEN_COUNTS}
+    assert all(call.seq_lens[0] + max(call.num_drafts) <= context for call in asked)
+    assert {call.choices[0][0] for call in asked} == {LIKELIEST, OWN_NOISE}
+    assert all(len(call.page_ids[0]) * 16 >= call.seq_lens[0] + call.num_drafts[0] - 1 for call in asked)
 
 
 class Remote:

@@ -70,6 +70,8 @@ class TritonPythonModel:
         def make_service() -> RemoteDrafterService:
             return RemoteDrafterService(RecurrentDrafter(model, steps), dtype, device, threads)
 
+        with on_stream(device):
+            make_service().warm_up(self._target.vocab_size, self._target.max_model_len, engine.page_size)
         self._sessions = DraftSessions(make_service, int(engine.kv_cache_memory or DEFAULT_MEMORY))
         self._device, self._dtype = device, dtype
         has_begun()

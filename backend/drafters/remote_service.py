@@ -13,7 +13,9 @@ from backend.drafters.calls import LIKELIEST, OWN_NOISE, DraftCall, DraftReply
 from backend.drafters.protocol import ATTENTION, DrafterRows
 from backend.drafters.recurrent import STATES, RecurrentDrafter
 from backend.kv_store import KvStore, count_page_bytes
-from kernels import ops
+from kernels import distribution, ops, warm_up
+from kernels.step_attention import MAX_SHORT_QUERIES
+from kernels.structs import MAX_BATCH
 
 ThreadsFor = Callable[[int], AbstractContextManager[None]]
 
@@ -39,6 +41,31 @@ class RemoteDrafterService:
             return
         self._store = KvStore(self._drafter.cache_specs(self._dtype), page_size, num_pages, self._device)
         self._drafter.attach(self._store)
+
+    def warm_up(self, vocab_size: int, max_model_len: int, page_size: int) -> None:
+        """On a GPU, within its `on_stream`, before it is opened: compiles and loads what calls need. Whoever asks waits for an answer for a moment,
+        not for a compiler; with pages of another size it would."""
+        if self._device.type != "cuda":
+            return
+        with warm_up.compiling(self._device):
+            self._load_kernels(vocab_size, max_model_len, page_size)
+        self._load_kernels(vocab_size, max_model_len, page_size)
+
+    def _load_kernels(self, vocab_size: int, max_model_len: int, page_size: int) -> None:
+        warm_up.load_attention(self._device, (MAX_SHORT_QUERIES,), MAX_BATCH, page_size, self._drafter.heads, self._dtype)
+        distribution.load_all(self._device, self._dtype, vocab_size)
+        self.try_calls(max_model_len, page_size)
+
+    def try_calls(self, max_model_len: int, page_size: int) -> None:
+        """Of so many tokens that others take no other kernels, and in each of the ways in which drafts are chosen."""
+        counts = sorted({min(count, max_model_len - 2) for count in warm_up.TOKEN_COUNTS})
+        pages = list(range(-(-(counts[-1] + 2) // page_size)))
+        self.open(len(pages), page_size)
+        for count in counts:
+            # Of what is drawn no draft is made: while kernels are looked for only, that is any number.
+            for mode, num_drafts in ((LIKELIEST, 2), (OWN_NOISE, 1)):
+                hidden = torch.zeros(count, self._drafter.tap_width, dtype=self._dtype, device=self._device)
+                self.draft(DraftCall([], [0] * count, hidden, [count], [count], [pages], [num_drafts], [(mode, 0, 1)], [(1.0, 1.0, 0.0)]))
 
     @torch.inference_mode()
     def draft(self, call: DraftCall) -> DraftReply:

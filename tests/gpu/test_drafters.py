@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ import torch
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.devices import on_stream
-from backend.drafters.calls import DraftCall, DraftReply
+from backend.drafters.calls import LIKELIEST, OWN_NOISE, SHARED_NOISE, DraftCall, DraftReply
 from backend.engine import Engine
+from kernels import _load
 from tests import test_block_drafters as blocks
 from tests import test_draft_heads as heads
 from tests import test_eagle as eagle
@@ -140,3 +141,24 @@ def test_a_drafter_apart_draws_what_the_one_in_the_step_does(choice: dict[str, A
                 assert service is None or not engine.drafters.faults.failures["mtp"]
         (apart, accepted), (together, same) = found
         assert apart == together and accepted > 40 and abs(accepted - same) < 0.1 * same, (accepted, same)
+
+
+def test_a_drafter_apart_waits_for_no_compiler_once_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gives each call two seconds."""
+    page_size = 256  # of no other test
+    with ThreadPoolExecutor(1) as thread:
+        service = Apart(thread)
+        thread.submit(service._run, service.inner.inner.warm_up, 4096, 2048, page_size).result()
+
+        def refuse(*arguments: object, **options: object) -> NoReturn:
+            raise AssertionError("nvcc was asked for")
+
+        monkeypatch.setattr(_load.subprocess, "run", refuse)
+        service.open(64, page_size)
+        for batch, count in ((1, 1), (1, 300), (3, 40), (7, 5), (40, 3), (200, 1)):
+            hidden = torch.randn(batch * count, service.inner.inner._drafter.tap_width, device="cuda")
+            for mode in (LIKELIEST, SHARED_NOISE, OWN_NOISE):
+                pages, choices = [[b % 60, 60 + b % 4] for b in range(batch)], [(mode, 5, b) for b in range(batch)]
+                lists = ([count] * batch, [count] * batch, pages, [3] * batch, choices, [(0.8, 0.9, 0.0)] * batch)
+                reply = service.draft(DraftCall([], [7] * (batch * count), hidden, *lists))
+                assert all(len(row) == 3 and all(0 <= token_id < 4096 for token_id in row) for row in reply.token_ids)
