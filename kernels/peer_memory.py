@@ -74,6 +74,14 @@ def make_filler(word: int, num_bytes: int = FILLER_BYTES) -> np.ndarray:
     return torch.full((num_bytes // 4,), word, dtype=torch.int32, pin_memory=True).numpy().view(np.uint8)
 
 
+def _is_idle(own_device: Any) -> bool:
+    """Whether nothing waits there. A stream of which a graph is captured cannot be asked: what was launched before may wait."""
+    try:
+        return own_device.stream.is_done()
+    except own_device.driver.Error:
+        return False
+
+
 def give_up(device: torch.device, rank: int, waited: Sequence[Waited], seconds: float = GIVE_UP_SECONDS) -> None:
     """Some rank is gone: whoever waits for its values on this one's GPU has others instead, for so long. From any thread.
 
@@ -85,7 +93,7 @@ def give_up(device: torch.device, rank: int, waited: Sequence[Waited], seconds: 
     try:
         own, end = driver.Stream(), time.monotonic() + seconds
         while time.monotonic() < end:
-            if own_device.stream.is_done():
+            if _is_idle(own_device):
                 time.sleep(LOOK_SECONDS)
                 continue
             for begin, num_bytes, filler in waited:
