@@ -132,7 +132,7 @@ def train(run: Run, ids: torch.Tensor) -> bool:
         raise ValueError(f"a process of {run.processes} ended: {text.splitlines()[-1]:.300}") from error
     finally:
         meeting.unlink(missing_ok=True)
-    return int(torch.load(run.checkpoint, weights_only=True)["step"]) == run.steps
+    return int(torch.load(run.checkpoint, map_location="cpu", weights_only=True)["step"]) == run.steps
 
 
 def _join(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
@@ -316,7 +316,7 @@ def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer],
     """Returns the steps that are done."""
     path = run.checkpoint
     try:
-        state = torch.load(path, map_location=run.device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)  # whoever takes it copies it to where it computes
         before, step = dict(json.loads(state["run"])), int(state["step"])
         if not 0 <= step <= run.steps and before.get("steps") == run.steps:
             raise ValueError(f"step {step} is none of the run's {run.steps}")
@@ -330,7 +330,7 @@ def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer],
         drafter.load_state_dict(state["drafter"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        generator.set_state(state["generator"].cpu())
+        generator.set_state(state["generator"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--resume: {path} is of another drafter: {error!r:.200}") from None
     return step
