@@ -44,8 +44,10 @@ def pick_device(config: EngineConfig) -> torch.device:
         if DRIVER_FILE.exists() and not is_hidden():
             raise ConfigError(f"device auto: this machine has a GPU ({DRIVER_FILE}), but {reason}: install a torch that does, or use --device cpu")
         return torch.device("cpu")
-    device = torch.device("cuda" if is_auto else config.device)
-    if device.index is not None and device.index >= torch.cuda.device_count():
+    named = torch.device("cuda" if is_auto else config.device)
+    # With its number: the engine's thread begins with the first as its current one, whichever the program has chosen.
+    device = named if named.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if device.index >= torch.cuda.device_count():
         raise ConfigError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs, from cuda:0")
     try:
         check_device(device)

@@ -93,6 +93,11 @@ class KvStore:
         self._places = torch.tensor(places, dtype=torch.long, device=device).view(-1, 2)
         """[N, 2]: where each plane begins in a page, and bytes of a token."""
 
+    def free(self) -> None:
+        """Of a GPU. Planes stay where they are referred to, and have no bytes."""
+        self.memory.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+
     @property
     def scratch_page(self) -> int:
         return self.num_pages

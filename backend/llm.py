@@ -172,8 +172,10 @@ class LLM:
         return results
 
     def close(self) -> None:
-        """Ends the engine; what drafters keep on disk is saved."""
+        """Ends the engine; what drafters keep on disk is saved. A GPU's memory that requests had is free for the next engine, whoever still refers
+        to this one."""
         self.engine.shutdown()
+        self.engine.worker.free()
 
     @staticmethod
     def _content(prompt: object) -> str | list[int]:

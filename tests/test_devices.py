@@ -45,6 +45,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         monkeypatch.setattr(devices, "DRIVER_FILE", driver)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: max(0, num_gpus - 1))
         monkeypatch.setattr(devices, "check_device", check)
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -56,7 +57,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_the_gpu_when_there_is_one(machine) -> None:
     machine(2, has_driver=True)
-    assert pick_device(config()) == torch.device("cuda")
+    assert pick_device(config()) == pick_device(config(device="cuda")) == torch.device("cuda:1"), "the program's current one"
+    assert pick_device(config(device="cuda:0")) == torch.device("cuda:0")
     assert pick_device(config(device="cuda:1")) == torch.device("cuda:1")
     assert pick_device(config(device="cpu")) == torch.device("cpu")
     with pytest.raises(ConfigError, match="device cuda:2: this machine has 2 GPUs, from cuda:0"):

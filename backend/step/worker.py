@@ -191,6 +191,12 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def free(self) -> None:
+        """Gives a GPU's pages and graphs back, which have most of its memory. Of an engine that has ended."""
+        if self.device.type == "cuda":
+            self.release()
+            self.store.free()
+
     # -- one step -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
