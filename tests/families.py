@@ -24,7 +24,7 @@ from tests.steps import Row, Steps, make_worker
 
 TOLERANCE = 1e-4
 """Of the largest logit."""
-PROMPT, MORE, VOCABULARY = 45, 32, 301
+PROMPT, ALONE, DRAFTED, VOCABULARY = 45, 20, 12, 301
 CONTEXT = 128
 MEMORY = {"cpu": "4MiB", "cuda": "64MiB"}
 """Of pages; a GPU's are twice as long."""
@@ -104,29 +104,30 @@ def assert_close(own: torch.Tensor, expected: torch.Tensor) -> None:
     assert difference <= TOLERANCE, f"relative difference {difference:.2g}"
 
 
-def check_logits(model: Any, folder: Path, device: str = "cpu", page_size: int = 8) -> None:
-    """Of a prompt, and of 32 tokens after it: one by one, and as drafts. Of the same in chunks, and after another request's pages."""
+def check_logits(model: Any, folder: Path, device: str = "cpu", page_size: int = 8, alone: int = ALONE) -> None:
+    """Of a prompt, and of tokens after it: so many one by one, and more as drafts. Of the same in chunks, and after another request's pages."""
+    end = PROMPT + alone
     steps = Steps(make_worker(folder, device=device, page_size=page_size, kv_cache_memory=MEMORY[device]))
-    token_ids = random_tokens(PROMPT + MORE)
+    token_ids = random_tokens(end + DRAFTED)
     expected = expected_logits(model, token_ids)
-    pages = random.Random(1).sample(range(steps.worker.store.num_pages), 30)
+    pages = random.Random(1).sample(range(steps.worker.store.num_pages), 28)
     steps.admit(0, token_ids[:PROMPT], pages[:10])
     steps.run([Row(0, 0, PROMPT)])
     assert_close(steps.logits(), expected[:PROMPT])
     # Known tokens one by one, in chunks that other rows' lengths differ from; then drafts.
-    steps.admit(1, token_ids, pages[10:20])
+    steps.admit(1, token_ids, pages[10:26])
     steps.run([Row(1, 0, 13, is_end=False)])
     assert_close(steps.logits(), expected[:13])
     steps.run([Row(1, 13, 33, is_end=False)])
     assert_close(steps.logits(), expected[13:46])
-    for place in range(46, PROMPT + 20):
+    for place in range(46, end):
         steps.run([Row(1, place, 1, is_end=False)])
         assert_close(steps.logits(), expected[place : place + 1])
     cached = pages[10 : 10 + 64 // page_size]
-    steps.admit(2, token_ids[: PROMPT + 20], cached + pages[20:22])  # a prefix hit: 64 tokens of request 1
-    steps.run([Row(1, PROMPT + 20, 12), Row(2, 64, 1)])
-    assert_close(steps.logits(), torch.cat([expected[PROMPT + 20 :], expected[64:65]]))
-    steps.run([Row(2, drafts=token_ids[PROMPT + 20 : PROMPT + 27])])
+    steps.admit(2, token_ids[:65], cached + pages[26:28])  # a prefix hit: 64 tokens of request 1
+    steps.run([Row(1, end, DRAFTED), Row(2, 64, 1)])
+    assert_close(steps.logits(), torch.cat([expected[end:], expected[64:65]]))
+    steps.run([Row(2, drafts=token_ids[65:72])])
     # The newest token is the model's own choice: the drafts follow that one.
     chosen = int(expected[64].argmax())
     assert_close(steps.logits(), expected_logits(model, [*token_ids[:65], chosen, *token_ids[65:72]])[65:])
@@ -135,7 +136,7 @@ def check_logits(model: Any, folder: Path, device: str = "cpu", page_size: int =
 def check_greedy(model: Any, folder: Path, device: str = "cpu", page_size: int = 8) -> None:
     """Through the whole engine, with and without drafts, and again from the prefix cache."""
     prompts = [random_tokens(40, 3), (random_tokens(9, 4) * 5)[:41]]
-    params = SamplingParams(max_tokens=MORE, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
     answers = {}
     for method in ("none", "ngram"):
         config = {"method": method, "num_speculative_tokens": 4} if method == "ngram" else {"method": method}
@@ -157,9 +158,10 @@ def check_greedy(model: Any, folder: Path, device: str = "cpu", page_size: int =
 
 
 def check_case(case: Case, model: Any, folder: Path, cases: Sequence[Case]) -> None:
-    """Logits of each; answers, which take longer, of each family."""
-    check_logits(model, folder)
-    if case is next(first for first in cases if first.family == case.family):
+    """Logits of each; of each family the first's for 64 steps, and its answers, which take longer."""
+    is_first = case is next(first for first in cases if first.family == case.family)
+    check_logits(model, folder, alone=64 if is_first else ALONE)
+    if is_first:
         check_greedy(model, folder)
 
 
