@@ -106,48 +106,109 @@ examples:
 """Of each command: its line in the list, its description, its examples."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Of all commands but `train`, which needs torch and reads its own options."""
+Run = Callable[[argparse.Namespace], int]
+
+
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Of all commands but `train`, which needs torch and reads its own options; or with the options of one, whose parts alone are imported."""
     raw = argparse.RawDescriptionHelpFormatter
     description = "Speculative decoding of large language models on NVIDIA Triton Inference Server."
     parser = argparse.ArgumentParser(prog="foretoken", description=description, epilog=EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"foretoken {VERSION}", help="print it and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ServeParser)
     pages = {name: commands.add_parser(name, help=line, description=text, epilog=end) for name, (line, text, end) in PAGES.items()}
-    for page in pages.values():
+    for name, page in pages.items():
         page.formatter_class = raw
         page.description = textwrap.fill(page.description or "", 100)
-    # Imported when the command runs: the parts below are all light, and this module is imported by what needs none of them.
+        if name in OPTIONS and (command not in OPTIONS or name == command):
+            page.set_defaults(run=OPTIONS[name](page))
+    return parser
+
+
+def _add_serve(page: argparse.ArgumentParser) -> Run:
+    from deploy import launcher, options
+
+    options.add_arguments(page)
+    return launcher.serve
+
+
+def _add_complete(page: argparse.ArgumentParser) -> Run:
     from client import cli
-    from client.bench import cli as bench
-    from client.gateway import cli as gateway
-    from deploy import demo, launcher, model_commands, options
+
+    cli.add_arguments(page)
+    return cli.complete
+
+
+def _add_chat(page: argparse.ArgumentParser) -> Run:
+    from client import cli
+
+    cli.add_arguments(page)
+    return cli.chat
+
+
+def _add_gateway(page: argparse.ArgumentParser) -> Run:
+    from client.gateway import cli
+
+    cli.add_arguments(page)
+    return cli.run
+
+
+def _add_bench(page: argparse.ArgumentParser) -> Run:
+    from client.bench import cli
     from training.heldout import list_heldout
 
-    options.add_arguments(pages["serve"])
-    cli.add_arguments(pages["complete"])
-    cli.add_arguments(pages["chat"])
-    gateway.add_arguments(pages["gateway"])
-    bench.add_arguments(pages["bench"], list(list_heldout().values()))  # code that the bundled model has not seen
-    demo.add_arguments(pages["demo"])
-    model_commands.add_quantize_arguments(pages["quantize"])
-    model_commands.add_convert_arguments(pages["convert"])
-    model_commands.add_inspect_arguments(pages["inspect"])
-    model_commands.add_token_map_arguments(pages["token-map"])
-    for name, run in (
-        ("serve", launcher.serve),
-        ("complete", cli.complete),
-        ("chat", cli.chat),
-        ("gateway", gateway.run),
-        ("bench", bench.run),
-        ("demo", demo.run),
-        ("quantize", model_commands.quantize),
-        ("convert", model_commands.convert),
-        ("inspect", model_commands.inspect),
-        ("token-map", model_commands.write_token_map),
-    ):
-        pages[name].set_defaults(run=run)
-    return parser
+    cli.add_arguments(page, list(list_heldout().values()))  # code that the bundled model has not seen
+    return cli.run
+
+
+def _add_demo(page: argparse.ArgumentParser) -> Run:
+    from deploy import demo
+
+    demo.add_arguments(page)
+    return demo.run
+
+
+def _add_inspect(page: argparse.ArgumentParser) -> Run:
+    from deploy import model_commands
+
+    model_commands.add_inspect_arguments(page)
+    return model_commands.inspect
+
+
+def _add_quantize(page: argparse.ArgumentParser) -> Run:
+    from deploy import model_commands
+
+    model_commands.add_quantize_arguments(page)
+    return model_commands.quantize
+
+
+def _add_convert(page: argparse.ArgumentParser) -> Run:
+    from deploy import model_commands
+
+    model_commands.add_convert_arguments(page)
+    return model_commands.convert
+
+
+def _add_token_map(page: argparse.ArgumentParser) -> Run:
+    from deploy import model_commands
+
+    model_commands.add_token_map_arguments(page)
+    return model_commands.write_token_map
+
+
+OPTIONS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
+    "serve": _add_serve,
+    "complete": _add_complete,
+    "chat": _add_chat,
+    "gateway": _add_gateway,
+    "bench": _add_bench,
+    "demo": _add_demo,
+    "inspect": _add_inspect,
+    "quantize": _add_quantize,
+    "convert": _add_convert,
+    "token-map": _add_token_map,
+}
+"""Adds a command's options and returns what runs it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -180,7 +241,7 @@ def find_command(argv: list[str]) -> Callable[[], int]:
         from training import command
 
         return lambda: command.main(argv[1:])
-    args = make_parser().parse_args(argv)
+    args = make_parser(argv[0] if argv else None).parse_args(argv)
     args.argv = argv[1:]
     return lambda: args.run(args)
 

@@ -14,7 +14,7 @@ from deploy.options import ServeConfig
 
 def check_own_files(config: ServeConfig) -> None:
     """Of the launcher's own options. Raises ConfigError naming the flag and the path."""
-    from client.gateway.keys import read_keys  # here: its package brings gRPC along, which the launcher is imported without
+    from client.gateway.keys import read_keys
 
     for flag, path in (("--api-keys", config.api_keys), ("--admin-keys", config.admin_keys)):
         try:

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import fcntl
 import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -178,10 +179,14 @@ def find_libpython(version: str) -> tuple[str, ...]:
 
 def check_numpy() -> None:
     """Raises LaunchError for a NumPy that the stub would pass corrupt tensors with."""
-    import numpy
+    try:
+        version = importlib.metadata.version("numpy")
+    except importlib.metadata.PackageNotFoundError:  # it may have been unpacked without
+        import numpy
 
-    if int(numpy.__version__.split(".")[0]) >= 2:
-        raise LaunchError(f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2: pip install 'numpy<2'")
+        version = numpy.__version__
+    if int(version.split(".")[0]) >= 2:
+        raise LaunchError(f"NumPy {version} in {sys.executable}: the server's Python stub needs NumPy < 2: pip install 'numpy<2'")
 
 
 FREE_PORTS = range(10000, 32768)

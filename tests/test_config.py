@@ -21,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -1467,9 +1468,20 @@ def test_the_server_is_for_this_machine_alone_unless_told() -> None:
     assert options.ServeConfig().host == "127.0.0.1"
 
 
-def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_metadata", [True, False])
+def test_numpy_2_is_refused(has_metadata: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was unpacked where Python finds it, and never installed."""
     server.check_numpy()
-    monkeypatch.setattr(numpy, "__version__", "2.1.0")
+
+    def read_version(name: str) -> str:
+        if not has_metadata:
+            raise metadata.PackageNotFoundError(name)
+        return "2.1.0"
+
+    monkeypatch.setattr(metadata, "version", read_version)
+    if not has_metadata:
+        server.check_numpy()
+        monkeypatch.setattr(numpy, "__version__", "2.1.0")
     with pytest.raises(LaunchError, match=r"NumPy 2\.1\.0 .*NumPy < 2: pip install 'numpy<2'"):
         server.check_numpy()
 

@@ -431,6 +431,7 @@ def loaded_by(statement: str) -> set[str]:
     [
         ("backend.text", {"torch", "transformers", "tritonclient"}),
         ("deploy.launcher", {"torch", "transformers", "tritonclient", "grpc", "tokenizers"}),
+        ("client.gateway.keys", {"torch", "numpy", "tritonclient", "grpc", "fastapi"}),
         ("deploy.cli", {"torch", "transformers", "tritonclient", "grpc", "tokenizers", "training"}),
         ("backend.scheduler", {"torch", "numpy"}),
         ("backend.config", {"torch", "numpy"}),
