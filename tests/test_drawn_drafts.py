@@ -94,12 +94,19 @@ def answer(engine: Engine, method: str, form: dict[str, str] | None = None, **ch
         pass
 
 
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
-    """Models and their folders: of drafters that attend, and of heads."""
+Targets = dict[str, tuple[Any, Path]]
+"""Models and their folders: of drafters that attend, and of heads."""
+
+
+def make_targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("attending", "heads")}
     cases = {"attending": eagle.TARGET, "heads": heads.TARGET}
     return {name: (make_model(cases[name], folder), folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return make_targets(tmp_path_factory)
 
 
 def make_mtp(folder: Path) -> None:
@@ -146,16 +153,21 @@ KINDS: dict[str, tuple[str, str, Callable[[Path, Any], object]]] = {
 }
 
 
-def make_engine(kind: str, targets: dict[str, tuple[Any, Path]], folder: Path, **options: Any) -> Engine:
+def make_drafter(kind: str, targets: Targets, folder: Path) -> tuple[Path, dict[str, str]]:
+    """The target's folder, and what names the drafter."""
     method, name, make = KINDS[kind]
     model, target = targets[name] if name else (None, folder)
     make(folder, model)
-    options |= {"model": str(folder)} if name else {}
-    return serve(target, {"async_scheduling": list(KINDS).index(kind) % 2 == 0}, method=method, **options).engine
+    return target, {"method": method, "model": str(folder)} if name else {"method": method}
+
+
+def make_engine(kind: str, targets: Targets, folder: Path, **options: Any) -> Engine:
+    target, speculative = make_drafter(kind, targets, folder)
+    return serve(target, {"async_scheduling": list(KINDS).index(kind) % 2 == 0}, **speculative, **options).engine
 
 
 @pytest.fixture(scope="module")
-def engine(targets: dict[str, tuple[Any, Path]], tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(targets: Targets, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     options = {"num_model_steps": 3, "num_speculative_tokens": 5, "request_methods": ["ngram", "suffix"], "min_ngram_size": 1}
     return make_engine("mtp", targets, tmp_path_factory.mktemp("own") / "drafter", **options)
 
@@ -167,7 +179,7 @@ def check(handed: Handed) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp"])
-def test_drafts_are_drawn_from_what_the_verifier_is_given(kind: str, targets: dict[str, tuple[Any, Path]], handed: Handed, tmp_path: Path) -> None:
+def test_drafts_are_drawn_from_what_the_verifier_is_given(kind: str, targets: Targets, handed: Handed, tmp_path: Path) -> None:
     answer(make_engine(kind, targets, tmp_path / "drafter"), KINDS[kind][0])
     check(handed)
 
