@@ -56,9 +56,16 @@ class Handed:
         noise = reference.gumbel_noise(torch.tensor(self.seeds), torch.tensor(self.positions), probs.shape[1], reference.DRAFT_STREAM)
         return int(((probs.log() + noise).argmax(dim=1) != drafts).sum())
 
+    def take(self) -> tuple[list[tuple[int, int, int]], torch.Tensor]:
+        """Seed, position and token of each draft, one request's after the other's, and what they were drawn from; forgets them."""
+        order = sorted(range(len(self.drafts)), key=self.seeds.__getitem__)
+        found = [(self.seeds[i], self.positions[i], self.drafts[i]) for i in order], torch.stack([self.probs[i] for i in order])
+        for own in (self.probs, self.drafts, self.seeds, self.positions):
+            own.clear()
+        return found
 
-@pytest.fixture
-def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
+
+def watch_handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
     verify, found = ops.verify_rejection, Handed()
 
     def watched(
@@ -81,6 +88,11 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
 
     monkeypatch.setattr(ops, "verify_rejection", watched)
     return found
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> Handed:
+    return watch_handed(monkeypatch)
 
 
 def answer(engine: Engine, method: str, form: dict[str, str] | None = None, **choice: Any) -> None:
