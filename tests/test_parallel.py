@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,14 @@ def expected(llm_one: LLM) -> list[list[list[int]]]:
     return answers(llm_one)
 
 
-@pytest.fixture(scope="module")
-def llm_two() -> Iterator[LLM]:
-    llm = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, max_num_batched_tokens=256, max_batch_size=8)
-    yield llm
-    llm.close()
-
-
-def test_tokens_are_those_of_one_rank(llm_one: LLM, llm_two: LLM, expected: list[list[list[int]]]) -> None:
+def test_tokens_are_those_of_one_rank(llm_one: LLM, expected: list[list[list[int]]]) -> None:
     """Every method and strategy, with chunks and prefix hits; ranks that decided differently would end the engine."""
-    assert answers(llm_two) == expected == answers(llm_two)
-    llm_two.engine.scheduler.check()
-    assert llm_two.engine.scheduler.pool.num_held == 0
-    assert llm_two.engine.worker.model.heads[1] * 2 == llm_one.engine.worker.model.heads[1], "each rank has its own heads"
+    llm = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, max_num_batched_tokens=256, max_batch_size=8)
+    assert answers(llm) == expected == answers(llm)
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.pool.num_held == 0
+    assert llm.engine.worker.model.heads[1] * 2 == llm_one.engine.worker.model.heads[1], "each rank has its own heads"
+    llm.close()  # at once: a rank that waits looks for plans all the time
 
 
 def test_four_ranks_whose_pages_run_out(llm_one: LLM, expected: list[list[list[int]]]) -> None:
@@ -105,7 +100,7 @@ def test_four_ranks_whose_pages_run_out(llm_one: LLM, expected: list[list[list[i
     llm.close()
 
 
-def test_masks_follow_to_ranks_that_launch_ahead(llm_two: LLM) -> None:
+def test_masks_follow_to_ranks_that_launch_ahead(llm_one: LLM) -> None:
     """A request's masks come to them when its step is under way already; in one batch with the others."""
     requests = [(prompt, choice, {**sampling, "ignore_eos": True, "max_tokens": 16}) for choice, sampling in CASES for prompt in PROMPTS[:2]]
     with as_threads():
@@ -115,7 +110,7 @@ def test_masks_follow_to_ranks_that_launch_ahead(llm_two: LLM) -> None:
     prompts, choices, params = zip(*requests)
     expected, found = (
         [r.outputs[0].token_ids for r in llm.generate(prompts, [SamplingParams(**own) for own in params], speculative=choices, use_tqdm=False)]
-        for llm in (llm_two, ahead)
+        for llm in (llm_one, ahead)
     )
     ahead.close()
     assert found == expected and len(sent) > 5
