@@ -20,7 +20,6 @@ from backend.errors import ConfigError, ModelError
 from backend.planned import Drafted
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve, watch_verified, watched
 from tests.families import Case, assert_close, edited, make_model, random_tokens
-from tests.test_hand_overs import Direct, check_idle
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, FEW, NUM_LAYERS, RANK, EPS = 32, 4, 2, 64, 40, 302, 64, 8, 6, 1e-5
 TARGET = Case("llama", config={"num_hidden_layers": NUM_LAYERS, "head_dim": SIZE, "hidden_size": HIDDEN, "vocab_size": VOCABULARY})
@@ -492,19 +491,3 @@ def test_layers_in_few_bits(scheme: str, target: tuple[Any, Path], tmp_path: Pat
     assert answers[0] == answers[1]
     difference = ((logits[0][0] - logits[1][0]).abs().max() / logits[0][0].abs().max()).item()
     assert 0 < difference < 0.2
-
-
-def test_prompts_that_another_engine_computes(target: tuple[Any, Path], tmp_path: Path) -> None:
-    """What it keeps of the target's states comes with the pages: drafts, and how many stand, are one engine's."""
-    save_drafter(DSPARK, make_weights(DSPARK), tmp_path / "drafter")
-    engines = [serve(target[1], method="dspark", model=str(tmp_path / "drafter")) for _ in range(3)]
-    link = Direct(engines[0].engine, engines[1].engine)
-    prompts = [{"prompt_token_ids": random_tokens(length, length)} for length in (40, 9)]
-    for strategy in ("target_match", "rejection"):
-        params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
-        choice = {"method": "dspark", "verify_strategy": strategy}
-        found = [[r.outputs[0] for r in llm.generate(prompts, params, speculative=choice, use_tqdm=False)] for llm in (engines[0], engines[2])]
-        assert [out.token_ids for out in found[0]] == [out.token_ids for out in found[1]]
-        assert [(out.stats.drafted, out.stats.accepted) for out in found[0]] == [(out.stats.drafted, out.stats.accepted) for out in found[1]]
-    assert engines[0].engine.hand_overs.num_fetched == 4
-    check_idle(link)

@@ -16,8 +16,11 @@ from backend.core import NEVER, Delta, HandOff, Request
 from backend.disaggregation.records import Job, probs_from_pages, probs_to_pages, read_job, write_job
 from backend.engine import Engine
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
+from tests.drafting import serve
+from tests.families import random_tokens
 from tests.small import LLM, memory_of
 from tests.test_drafters import Service, collect
+from tests.test_drawn_drafts import FIRST_SEED, NUM_DRAWN, Targets, make_drafter, make_targets, watch_handed
 
 
 class Direct:
@@ -145,7 +148,7 @@ PARAMETERS = {
 }
 
 
-def summary(llm: LLM, prompts: list, params: SamplingParams, choice: dict) -> list:
+def summary(llm: LLM, prompts: list, params: SamplingParams | list[SamplingParams], choice: dict | list[dict]) -> list:
     results = llm.generate(prompts, params, speculative=choice, use_tqdm=False)
     return [(o.token_ids, o.text, o.logprobs, o.finish_reason, o.sources, o.stats.as_dict()) for r in results for o in r.outputs]
 
@@ -348,6 +351,30 @@ def test_a_drafter_that_is_a_model_of_its_own(strategy) -> None:
     assert here.hand_overs.num_fetched == 4 and not here.hand_overs.fallbacks
     assert here.metrics.accepted_tokens["mtp"] == alone.metrics.accepted_tokens["mtp"] > 0
     assert max(services[1].caught_up) == max(services[0].caught_up) > 200 and not services[2].num_calls
+    check_idle(link)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory) -> Targets:
+    return make_targets(tmp_path_factory)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE-3 of few tokens", "draft_model", "PARD", "DSpark with a state", "Hydra++"])
+def test_drafters_of_other_kinds(kind, targets, tmp_path, monkeypatch) -> None:
+    """What they keep in pages comes with the prompts' own: drafts, what they were drawn from, and how many stand, are one engine's."""
+    target, speculative = make_drafter(kind, targets, tmp_path / "drafter")
+    here, there = (serve(target, {"enable_prefix_caching": False}, **speculative) for _ in range(2))
+    handed, method = watch_handed(monkeypatch), speculative["method"]
+    choices = [{"method": method, "verify_strategy": "rejection"}] * NUM_DRAWN + [{"method": method}]
+    prompts = [{"prompt_token_ids": random_tokens(length, length)} for length in (40, 9, 26, 17)]
+    params = [SamplingParams(max_tokens=8, temperature=0.8, seed=FIRST_SEED + i, ignore_eos=True) for i in range(len(prompts))]
+    expected, (drafts, probs) = summary(there, prompts, params, choices), handed.take()
+    link = Direct(here.engine, there.engine)
+    assert summary(here, prompts, params, choices) == expected
+    found, own_probs = handed.take()
+    assert found == drafts and len(drafts) > 20
+    torch.testing.assert_close(own_probs, probs, rtol=1e-3, atol=1e-5)
+    assert here.engine.hand_overs.num_fetched == len(prompts) and not here.engine.hand_overs.fallbacks
     check_idle(link)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
 import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,15 @@ from backend.follower import Steps
 from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, RanksDiffer, Verdicts, check_verdicts
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
+from backend.speculative_config import HEAD_METHODS
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Results
 from kernels import scattered
 from tests.conftest import code_prompts
 from tests.families import Case, make_model, random_tokens
-from tests.small import LLM
-from tests.test_block_drafters import DSPARK
-from tests.test_block_drafters import make_weights as make_block_weights
-from tests.test_block_drafters import save_drafter as save_block_drafter
-from tests.test_eagle import EAGLE3, TARGET, make_weights, save_drafter
+from tests.ranks import as_threads
+from tests.small import LLM, memory_of
+from tests.test_drawn_drafts import KINDS, Targets, make_drafter, make_targets
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import on_ranks
 from tests.test_own_drafters import DEEPSEEK_NAMES, Own, make_checkpoint
@@ -48,60 +49,89 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def answers(llm: LLM) -> list[list[list[int]]]:
+def answers(llm: LLM, cases: Sequence[tuple[dict[str, Any], dict[str, Any]]] = CASES) -> list[list[list[int]]]:
     results = []
-    for choice, sampling in CASES:
+    for choice, sampling in cases:
         params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
         results.append([r.outputs[0].token_ids for r in llm.generate(PROMPTS, params, speculative=choice, use_tqdm=False)])
     return results
 
 
 @pytest.fixture(scope="module")
-def llm_two() -> Any:
+def llm_one() -> LLM:
+    return LLM(speculative_config=SPECULATION, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def expected(llm_one: LLM) -> list[list[list[int]]]:
+    return answers(llm_one)
+
+
+def test_tokens_are_those_of_one_rank(llm_one: LLM, expected: list[list[list[int]]]) -> None:
+    """Every method and strategy, with chunks and prefix hits; ranks that decided differently would end the engine."""
     llm = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, max_num_batched_tokens=256, max_batch_size=8)
-    yield llm
+    assert answers(llm) == expected == answers(llm)
+    llm.engine.scheduler.check()
+    assert llm.engine.scheduler.pool.num_held == 0
+    assert llm.engine.worker.model.heads[1] * 2 == llm_one.engine.worker.model.heads[1], "each rank has its own heads"
+    llm.close()  # at once: a rank that waits looks for plans all the time
+
+
+def test_four_ranks_whose_pages_run_out(llm_one: LLM, expected: list[list[list[int]]]) -> None:
+    """Two and two have the same head of keys and values. In one batch: several completions, penalties, log-probabilities, and requests set back."""
+    with as_threads():
+        llm = LLM(
+            speculative_config=SPECULATION, tensor_parallel_size=4, num_threads=1, max_num_batched_tokens=256, kv_cache_memory=memory_of(20, True)
+        )
+    assert answers(llm, CASES[-2:]) == expected[-2:]
+    choices = [{"method": "none"}, {"method": "mtp"}, {"method": "suffix"}, {"method": "mtp", "mtp_strategy": "with_ngram"}]
+    sampled = {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    params = [SamplingParams(max_tokens=24, n=2, seed=i, logprobs=1, ignore_eos=True, **(sampled if i % 2 else {})) for i in range(len(choices))]
+    results = [own.generate([*PROMPTS, PROMPTS[0]], params, speculative=choices, use_tqdm=False) for own in (llm_one, llm)]
+    found, wanted = ([out for result in own for out in result.outputs] for own in results)
+    assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
+    chances = [[own.logprob for out in outputs for own in out.logprobs or ()] for outputs in (found, wanted)]
+    assert len(chances[0]) == 2 * 24 * len(choices) and chances[0] == pytest.approx(chances[1], abs=1e-4)
+    engine = llm.engine
+    assert engine.metrics.preemptions and engine.scheduler.num_cached_tokens > 300
+    engine.scheduler.check()
+    heads, of_all = engine.worker.model.heads, llm_one.engine.worker.model.heads
+    assert (heads[0] * 4, heads[1] * 2) == (of_all[0], of_all[1])
     llm.close()
 
 
-def test_tokens_are_those_of_one_rank(llm_two: LLM) -> None:
-    """Every method and strategy, with chunks and prefix hits; ranks that decided differently would end the engine."""
-    one = LLM(speculative_config=SPECULATION, num_threads=1)
-    assert answers(llm_two) == answers(one) == answers(llm_two)
-    llm_two.engine.scheduler.check()
-    assert llm_two.engine.scheduler.pool.num_held == 0
-    assert llm_two.engine.worker.model.heads[1] * 2 == one.engine.worker.model.heads[1], "each rank has its own heads"
-
-
-def test_masks_follow_to_ranks_that_launch_ahead(llm_two: LLM) -> None:
+def test_masks_follow_to_ranks_that_launch_ahead(llm_one: LLM) -> None:
     """A request's masks come to them when its step is under way already; in one batch with the others."""
     requests = [(prompt, choice, {**sampling, "ignore_eos": True, "max_tokens": 16}) for choice, sampling in CASES for prompt in PROMPTS[:2]]
-    ahead = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, async_scheduling=True)
+    with as_threads():
+        ahead = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, async_scheduling=True)
     sent, send = [], ahead.engine.group.send_masks
     ahead.engine.group.send_masks = lambda masks: sent.append(len(masks)) or send(masks)
     prompts, choices, params = zip(*requests)
     expected, found = (
         [r.outputs[0].token_ids for r in llm.generate(prompts, [SamplingParams(**own) for own in params], speculative=choices, use_tqdm=False)]
-        for llm in (llm_two, ahead)
+        for llm in (llm_one, ahead)
     )
     ahead.close()
     assert found == expected and len(sent) > 5
 
 
 def test_a_model_with_experts_latents_and_its_own_drafter(tmp_path: Path) -> None:
-    """Two processes: heads are split, experts spread; latents and the drafter are every rank's."""
+    """On two ranks heads are split, experts spread; latents and the drafter are every rank's."""
     make_checkpoint(Own(Case("deepseek_v3", config=DEEPSEEK), DEEPSEEK_NAMES, is_norm_recycled=True), tmp_path)
     prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
     choices = [({"method": "none"}, {"temperature": 0.0}), ({"method": "ngram"}, {"temperature": 0.0}), ({"method": "mtp"}, {"temperature": 0.0})]
     choices.append(({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.9, "seed": 5}))
     answers: list[list[list[int]]] = []
     for size in (1, 2):
-        llm = LLM(
-            str(tmp_path),
-            parallel_config={"tensor_parallel_size": size, "expert_parallel": True},
-            num_threads=1,
-            kv_cache_memory="2MiB",
-            speculative_config={"method": "mtp", "num_speculative_tokens": 2, "adaptive": False},
-        )
+        with as_threads():
+            llm = LLM(
+                str(tmp_path),
+                parallel_config={"tensor_parallel_size": size, "expert_parallel": True},
+                num_threads=1,
+                kv_cache_memory="2MiB",
+                speculative_config={"method": "mtp", "num_speculative_tokens": 2, "adaptive": False},
+            )
         answers.append([])
         for choice, sampling in choices:
             params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
@@ -117,30 +147,33 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 
-SPLIT = [("draft_model", None), ("dspark", None), ("eagle3", None), ("eagle3", "grown"), ("token_recycling", "fixed")]
+SPLIT = [
+    *((kind, None, size) for kind, size in zip(KINDS, itertools.cycle((2, 4)))),
+    ("EAGLE-3 of few tokens", "grown", 2),
+    ("", "fixed", 4),
+]
 
 
-@pytest.mark.parametrize(("method", "tree"), SPLIT)
-def test_a_drafter_that_is_split(method: str, tree: str | None, tmp_path: Path) -> None:
-    """Every draft is taken (of a tree, those of one path), so that the answers are what the drafter makes on two ranks and on one."""
-    make_model(TARGET, tmp_path / "target")
-    make_model(Case("qwen3"), tmp_path / "draft_model")
-    save_drafter(EAGLE3, make_weights(EAGLE3), tmp_path / "eagle3")
-    save_block_drafter(DSPARK, make_block_weights(DSPARK), tmp_path / "dspark")
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return make_targets(tmp_path_factory)
+
+
+@pytest.mark.parametrize(("kind", "tree", "size"), SPLIT)
+def test_a_drafter_on_ranks(kind: str, tree: str | None, size: int, targets: Targets, tmp_path: Path) -> None:
+    """Every draft is taken (of a tree, those of one path), so that the answers are what the drafter makes on several ranks and on one. Medusa's
+    and Hydra's heads are every rank's, others are split; "": the target's own memory drafts."""
+    target, speculative = make_drafter(kind, targets, tmp_path / "drafter") if kind else (targets["attending"][1], {"method": "token_recycling"})
+    config = {"num_speculative_tokens": 3, "accept_policy": "accept_all", "adaptive": False, **speculative} | (TREES[tree] if tree else {})
     prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
     answers: list[list[list[int]]] = []
-    for size in (1, 2):
-        config = {"method": method, "num_speculative_tokens": 3, "accept_policy": "accept_all", "adaptive": False} | (TREES[tree] if tree else {})
-        if (tmp_path / method).exists():
-            config |= {"model": str(tmp_path / method), "draft_tensor_parallel_size": size}
-        llm = LLM(
-            str(tmp_path / "target"),
-            parallel_config={"tensor_parallel_size": size},
-            num_threads=1,
-            kv_cache_memory="2MiB",
-            speculative_config=config,
-        )
-        results = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    for number in (1, size):
+        if kind and config["method"] not in HEAD_METHODS:
+            config["draft_tensor_parallel_size"] = number
+        with as_threads():
+            parallel = {"tensor_parallel_size": number}
+            llm = LLM(str(target), parallel_config=parallel, num_threads=1, kv_cache_memory="2MiB", speculative_config=config)
+        results = llm.generate(prompts, SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True), use_tqdm=False)
         answers.append([r.outputs[0].token_ids for r in results])
         llm.close()
     assert answers[0] == answers[1]
@@ -212,7 +245,8 @@ def test_a_rank_that_is_killed_ends_every_open_request() -> None:
 
 def test_what_a_step_makes_without_a_rank_is_nobodys() -> None:
     """On a GPU such a step ends, with whatever numbers."""
-    llm = LLM(tensor_parallel_size=2, num_threads=1)
+    with as_threads():
+        llm = LLM(tensor_parallel_size=2, num_threads=1)
     engine, group = llm.engine, llm.engine.group
     deltas: list[Delta] = []
     assert group is not None
