@@ -373,6 +373,18 @@ def test_answers_follow_the_targets_distribution(tiny, tiny_drafters, strategy, 
     assert 0.05 < rate < 0.98, "drafts that are all accepted or none test nothing"
 
 
+def test_answers_follow_it_with_drafts_from_a_part_of_the_vocabulary(tiny, tmp_path):
+    """What is never drafted has probability 0 there, and comes from the residual alone."""
+    generator = torch.Generator().manual_seed(2)
+    weights = {f"blocks.{i}.layers.0.weight": torch.randn(32, 32, generator=generator) * 0.2 for i in range(2)}
+    weights |= {f"lm_heads.{i}.weight": torch.randn(4, 32, generator=generator) * 0.3 for i in range(2)}
+    save_file({**weights, "token_map": torch.tensor([0, 2, 3, 5])}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_heads": 2, "truncated_vocab_size": 4}))
+    counts, rate = answers(tiny, tmp_path, {"method": "medusa", "verify_strategy": "rejection"})
+    assert fit(counts, exact(tiny)) > 1e-3
+    assert 0.05 < rate < 0.98
+
+
 def test_the_test_above_catches_a_verifier_without_residual(tiny, tiny_drafters, monkeypatch):
     right = ops.verify_rejection
 

@@ -18,6 +18,8 @@ SLOT_WORDS, NUM_SLOTS = 1 << 14, 256
 SPINS = 2000
 """Looks before a waiting rank begins to sleep between them: a step is some milliseconds."""
 PAUSE_SECONDS = 5e-5
+IDLE_LOOKS, IDLE_PAUSE_SECONDS = 2000, 1e-3
+"""Such pauses, some 0.2 s, after which nobody is taken to ask anything for now, and those from then on: a rank without work took a fifth of a core."""
 MAX_READERS = 63
 NAME = "foretoken-plans"
 """By which /proc shows the memory."""
@@ -102,6 +104,8 @@ def _wait(is_ready: Callable[[], bool], check: Callable[[], None]) -> None:
     for _ in range(SPINS):
         if is_ready():
             return
+    looks = 0
     while not is_ready():
         check()
-        time.sleep(PAUSE_SECONDS)
+        looks += 1
+        time.sleep(PAUSE_SECONDS if looks < IDLE_LOOKS else IDLE_PAUSE_SECONDS)
