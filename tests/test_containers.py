@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import http.server
 import json
 import re
@@ -26,7 +25,7 @@ from deploy.options import ServeConfig, read_command
 from tests.conftest import ROOT
 
 COMPOSE = sorted((ROOT / "deploy").glob("compose*.yaml"))
-OVERLAYS = ("gpu", "disaggregated", "inference-gateway")
+OVERLAYS = ("gpu", "tensor-parallel", "two-hosts-gpu", "disaggregated", "inference-gateway")
 MANIFESTS = sorted(p for p in (ROOT / "deploy/k8s/base").glob("*.yaml") if p.name != "kustomization.yaml")
 OVERLAID = sorted(p for p in (ROOT / "deploy/k8s/disaggregated").glob("*.yaml") if p.name != "kustomization.yaml")
 VERSIONS = ("1.28", kubernetes_validate.latest_version())
@@ -150,7 +149,17 @@ class TestCompose:
         for role in ("mixed", "decode"):
             check_command([role if word == "${ROLE:-mixed}" else word for word in command])
         check_command(services["prefill"]["command"])
-        check_command(yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())["services"]["server"]["command"])
+
+    @pytest.mark.parametrize("count", ["1", "4"])
+    def test_every_rank_has_a_gpu(self, count):
+        """As many as GPUS says, one without it, and more shared memory than on CPU."""
+        text = (ROOT / "deploy/compose.gpu.yaml").read_text()
+        assert "${GPUS:-1}" in text and text.count("GPUS") == 3
+        server = yaml.safe_load(text.replace("${GPUS:-1}", count))["services"]["server"]
+        (device,) = server["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": int(count), "capabilities": ["gpu"]} and server["shm_size"] == "4gb"
+        check_command(server["command"])
+        assert server["command"][server["command"].index("--tensor-parallel-size") + 1] == count
 
     def test_prometheus_scrapes_the_services(self, services):
         config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
@@ -213,12 +222,17 @@ def check_document(document: dict) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def apply_patches(objects: dict[tuple[str, str], dict], overlay: str) -> dict[tuple[str, str], dict]:
-    """The objects of the base that an overlay changes. JSON patches apply to paths that exist, as `kubectl kustomize` demands."""
-    changed = {}
-    for patch in yaml.safe_load((ROOT / "deploy/k8s" / overlay / "kustomization.yaml").read_text())["patches"]:
-        key = (patch["target"]["kind"], patch["target"]["name"])
-        document = changed.setdefault(key, copy.deepcopy(objects[key]))
+def build(folder: Path) -> dict[tuple[str, str], dict]:
+    """The objects of an overlay, but for images. JSON patches apply to paths that exist, as `kubectl kustomize` demands."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    objects: dict[tuple[str, str], dict] = {}
+    for path in ((folder / name).resolve() for name in kustomization["resources"]):
+        # Values that a file's anchors share are each object's own.
+        own = build(path) if path.is_dir() else {(d["kind"], d["metadata"]["name"]): json.loads(json.dumps(d)) for d in read_documents(path)}
+        assert not objects.keys() & own.keys()
+        objects |= own
+    for patch in kustomization.get("patches", ()):
+        document = objects[patch["target"]["kind"], patch["target"]["name"]]
         for operation in yaml.safe_load(patch["patch"]):
             *parents, last = [p.replace("~1", "/") for p in operation["path"].split("/")[1:]]
             place = document
@@ -229,7 +243,7 @@ def apply_patches(objects: dict[tuple[str, str], dict], overlay: str) -> dict[tu
                 place.append(operation["value"])
             else:
                 place[last] = operation["value"]
-    return changed
+    return objects
 
 
 class TestKubernetes:
@@ -373,14 +387,35 @@ class TestKubernetes:
         assert [own["Deployment", name]["spec"]["selector"] for name in policies] == [p["podSelector"] for p in policies.values()]
 
     @pytest.mark.parametrize("overlay", OVERLAYS)
-    def test_patched_objects(self, objects, overlay):
+    def test_built_objects(self, overlay):
         """They are what Kubernetes knows, and their commands what `foretoken` knows."""
-        for document in apply_patches(objects, overlay).values():
+        for document in build(ROOT / "deploy/k8s" / overlay).values():
+            if (document["apiVersion"], document["kind"]) in CUSTOM:
+                continue
             check_document(document)
-            for container in document["spec"].get("template", {}).get("spec", {}).get("containers", ()):
-                check_command(container["args"])
-                names = {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
-                assert {mount["name"] for mount in container["volumeMounts"]} <= names
+            pods = document["spec"].get("template", {}).get("spec", {}) if "spec" in document else {}
+            for container in pods.get("containers", ()):
+                if container["image"] == "foretoken":
+                    check_command([a.replace("$(NODE_RANK)", "0") for a in container["args"]])
+                assert {mount["name"] for mount in container.get("volumeMounts", ())} <= {volume["name"] for volume in pods.get("volumes", ())}
+
+    @pytest.mark.parametrize(("overlay", "kind"), [("tensor-parallel", "Deployment"), ("two-hosts-gpu", "StatefulSet")])
+    def test_every_rank_has_a_gpu(self, overlay, kind):
+        """And the pods more shared memory than where there is one rank."""
+        (workload,) = (d["spec"] for (own, _), d in build(ROOT / "deploy/k8s" / overlay).items() if own == kind)
+        pod, num_pods = workload["template"]["spec"], workload.get("replicas", 1) if kind == "StatefulSet" else 1
+        container = pod["containers"][0]
+        num_gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        words = [a.replace("$(NODE_RANK)", "0") for a in container["args"]]
+        config = ParallelConfig.from_dict(read_command(make_parser().parse_args(words)).values["parallel_config"])
+        assert (config.tensor_parallel_size, config.nnodes) == (num_gpus * num_pods, num_pods) and num_gpus > 1
+        assert pod["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}}
+        assert "--model" in words and {"name": "model", "mountPath": "/model", "readOnly": True} in container["volumeMounts"]
+
+    def test_overlays_are_named(self):
+        """Where operations are described."""
+        explained = (ROOT / "docs/operations.md").read_text()
+        assert all(f"kubectl apply -k deploy/k8s/{p.parent.name}\n" in explained for p in (ROOT / "deploy/k8s").glob("*/kustomization.yaml"))
 
 
 def test_a_dockerfile_is_read_as_docker_reads_it():

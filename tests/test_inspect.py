@@ -27,6 +27,7 @@ from tests.quantized import FORMATS, write_checkpoints
 from tests.steps import make_worker
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import EXPERTS, QWEN2
+from tests.test_own_drafters import OWN, make_checkpoint
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -95,6 +96,20 @@ def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     make_model(Case("llama"), tmp_path / "model")
     said = refused(capsys, BUNDLED_DRAFTER, "--target", tmp_path / "model")
     assert "is no drafter for" in said and "mtp: " in said and "hidden_size is 192; the target's is 64" in said
+
+
+def test_methods_that_need_no_other_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those without weights, and mtp where its modules come with the model: bundled, in the checkpoint, in a file."""
+    every = "ngram, suffix, token_recycling"
+    assert re.fullmatch(rf"{every}, mtp \(bundled, [\d.]+ million\)", inspect(capsys, BUNDLED_MODEL)["drafters"])
+    make_model(Case("llama"), tmp_path / "model")
+    assert inspect(capsys, tmp_path / "model")["drafters"] == every
+    make_checkpoint(next(own for own in OWN if own.case.family == "glm4_moe"), folder := tmp_path / "own")
+    found = inspect(capsys, folder)["drafters"]
+    assert re.fullmatch(rf"{every}, mtp \(1 own, [\d.]+ million, [\d.]+ million for a token\)", found)
+    assert inspect(capsys, write_gguf(folder, tmp_path / "own.gguf"))["drafters"] == found
+    lacking = edited(folder, tmp_path / "lacking", num_nextn_predict_layers=2)
+    assert inspect(capsys, lacking)["drafters"].startswith(f"{every}; its own modules cannot be used: ")
 
 
 KINDS = ("wint8", "awq", "compressed int4", "compressed fp8, blocks", "compressed int4 in bytes, older", "nvfp4")

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_drafter, check_model, check_split, find_architecture
-from backend.model_files import find_weights, open_weights, read_config
-from backend.models.families import ARCHITECTURES
+from backend.model_files import MODULES, find_weights, open_weights, read_config
+from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.gguf_folder import read_file
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import ATTENTION
@@ -27,16 +28,19 @@ from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import FP8, CheckpointQuantization, Layout
 from backend.models.spec import DecoderSpec, Projection, WeightList
+from backend.models.values import Values
 from backend.parallel.ranks import Ranks
 from backend.quantization import Quantized, pad_columns
 from backend.sampling_defaults import read_sampling_defaults
-from backend.speculative_config import MODEL_METHODS
+from backend.speculative_config import AUTO, METHODS, MODEL_METHODS
 from backend.text import Tokenizer
 from kernels import ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = (1, 2, 4, 8)
 """Of groups of ranks that are tried."""
+WEIGHTLESS = ", ".join(method for method in METHODS if method not in ("none", "naive", *MODEL_METHODS, AUTO))
+"""Methods that draft for every model; auto chooses among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,8 @@ def inspect(path: Path, load: Load, target: Path | None = None, *, has_weights: 
             {kind: sum(math.prod(file.shapes[name]) for name in file.shapes if file.kind(name) == kind) for kind in map(file.kind, file.shapes)}
         )
         found = {"file": str(path), "stored": ", ".join(f"{count / sum(kinds.values()):.0%} {kind}" for kind, count in kinds.most_common())}
-        return found | _describe(spec, config, load, None) | {"served": f"foretoken serve --model {path} (converted once)"}
+        found |= _describe(spec, config, load, None) | {"drafters": _drafters(path, config, has_weights)}
+        return found | {"served": f"foretoken serve --model {path} (converted once)"}
     config = read_config(path)
     if (drafter := _own_drafter(path, config, has_weights)) is not None:
         return {"folder": str(path), **drafter}
@@ -112,14 +117,19 @@ def _fits(path: Path, target: Path) -> str:
 
 
 def _drafters(path: Path, config: Mapping[str, Any], has_weights: bool) -> str:
-    found = "ngram, suffix"
-    if config.get("num_nextn_predict_layers"):
+    """The methods that need no other folder: those without weights, and mtp where modules come with the model."""
+    if config.get(MODULES):
         try:
-            spec = check_drafter(path, has_weights=has_weights)
-            return f"{found}, mtp ({len(spec.layers)} own, {_count(spec)})"
+            if path.is_file():  # whose tensors were looked at when it was read
+                spec = DRAFTERS[config["architectures"][0]](Values(config, str(path)))
+            else:
+                spec = check_drafter(path, has_weights=has_weights)
+            return f"{WEIGHTLESS}, mtp ({len(spec.layers)} own, {_count(spec)})"
         except ModelError as error:
-            return f"{found}; its own modules cannot be used: {error}"
-    return found
+            return f"{WEIGHTLESS}; its own modules cannot be used: {error}"
+    if path.resolve() == BUNDLED_MODEL.resolve():
+        return f"{WEIGHTLESS}, mtp (bundled, {_count(check_drafter(BUNDLED_DRAFTER))})"
+    return WEIGHTLESS
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------------------------
