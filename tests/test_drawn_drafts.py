@@ -1,6 +1,6 @@
 """What `rejection` relies on, of every drafter: a draft was drawn from the distribution that the verifier is given, with noise of its own.
 
-Then answers follow the target's distribution, whatever the drafter is: test_drafters.py counts those of one of them.
+Then answers follow the target's distribution, whatever the drafter is: test_drafters.py counts those of two of them.
 """
 
 from __future__ import annotations

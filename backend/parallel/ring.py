@@ -19,7 +19,7 @@ SPINS = 2000
 """Looks before a waiting rank begins to sleep between them: a step is some milliseconds."""
 PAUSE_SECONDS = 5e-5
 IDLE_LOOKS, IDLE_PAUSE_SECONDS = 2000, 1e-3
-"""Such pauses, some 0.2 s, after which nobody is taken to ask anything for now, and those from then on: a rank without work took a fifth of a core."""
+"""Such pauses, some 0.2 s, after which nobody is taken to ask for anything, and those from then on: a rank without work took a fifth of a core."""
 MAX_READERS = 63
 NAME = "foretoken-plans"
 """By which /proc shows the memory."""
