@@ -38,7 +38,10 @@ AUTO = "auto"
 RECYCLING = "token_recycling"
 """Drafts without weights, in the step as model drafters do, and trees alone."""
 STEP_METHODS = (*MODEL_METHODS, RECYCLING)
-METHODS = ("none", "naive", "ngram", "suffix", *STEP_METHODS, AUTO)
+PLAIN_METHODS, LOOKUP_METHODS = ("none", "naive"), ("ngram", "suffix")
+WEIGHTLESS_METHODS = (*LOOKUP_METHODS, RECYCLING)
+"""They draft for every model."""
+METHODS = (*PLAIN_METHODS, *LOOKUP_METHODS, *STEP_METHODS, AUTO)
 TREE_METHODS = tuple(method for method in STEP_METHODS if method not in BLOCK_METHODS)
 METHOD_ALIASES = {
     "ngram_match": "ngram",
@@ -177,7 +180,7 @@ class SpeculativeConfig(Section):
         if given and values.get(method_key) is None:
             hints = "".join(f"; {key} is a key of {', '.join(KEY_METHODS[name])}" for name, key in given.items() if name in KEY_METHODS)
             raise ConfigError(f"{where}method must be given with other keys ({', '.join(given.values())}): one of {', '.join(METHODS)}{hints}")
-        if config.method in ("none", "naive") and (count := values.get(given.get("num_speculative_tokens"))) is not None and count > 1:  # its default
+        if config.method in PLAIN_METHODS and (count := values.get(given.get("num_speculative_tokens"))) is not None and count > 1:  # its default
             logger.warning("method %s drafts nothing: num_speculative_tokens %d is set to 0", config.method, count)
         loaded = config.loaded_methods
         if idle := {name: key for name, key in given.items() if name in KEY_METHODS and not set(KEY_METHODS[name]) & set(loaded)}:
@@ -275,7 +278,7 @@ class SpeculativeConfig(Section):
         limit, rule = MAX_SPECULATIVE_TOKENS, f"from 1 to {MAX_SPECULATIVE_TOKENS}"
         require(count is None or count >= 0, "num_speculative_tokens", count, ">= 0")
         require(steps is None or 1 <= steps <= limit, "num_model_steps", steps, rule)
-        if self.method in ("none", "naive"):
+        if self.method in PLAIN_METHODS:
             count = 0
         elif count is None:
             model_count = {**dict.fromkeys(STEP_METHODS, steps or self._default_depth or 1), AUTO: max(AUTO_TOKENS, steps or 1)}
@@ -334,7 +337,7 @@ class SpeculativeConfig(Section):
     @property
     def can_draft(self) -> bool:
         """Whether some method that requests may have makes drafts."""
-        return bool({*self.loaded_methods} - {"none", "naive"})
+        return bool({*self.loaded_methods} - {*PLAIN_METHODS})
 
     @property
     def loaded_methods(self) -> tuple[str, ...]:
@@ -387,10 +390,10 @@ class SpeculativeConfig(Section):
             require(good, "speculative.num_speculative_tokens", count, rule)
         elif tree is not None:
             count = tree.depth
-        elif count == 0 and method not in ("none", "naive"):  # the server's own method drafts nothing
+        elif count == 0 and method not in PLAIN_METHODS:  # the server's own method drafts nothing
             count = 1
         if choice.get("prediction") is not None:
-            asked = f"method {method}" if method in ("none", "naive") else "num_speculative_tokens 0" if not count else ""
+            asked = f"method {method}" if method in PLAIN_METHODS else "num_speculative_tokens 0" if not count else ""
             if asked:
                 raise ConfigError(f"speculative: prediction has no effect with {asked}: choose a method and a number that draft")
             if "num_speculative_tokens" not in choice:  # what is right goes on being right for long
@@ -399,4 +402,4 @@ class SpeculativeConfig(Section):
         goes_on = mtp_strategy == "default" and not is_own and method != AUTO
         steps = count if goes_on else min(count, self.num_model_steps or 1)
         num_nodes = tree.count_within(count) if tree is not None else 0
-        return Speculation(method, 0 if method in ("none", "naive") else count, strategy, steps, mtp_strategy, num_nodes, is_adaptive)
+        return Speculation(method, 0 if method in PLAIN_METHODS else count, strategy, steps, mtp_strategy, num_nodes, is_adaptive)

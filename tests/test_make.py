@@ -94,7 +94,7 @@ sys.exit""",
 
 
 def test_a_command_that_is_interrupted_while_it_starts_says_nothing() -> None:
-    program = "import os, signal; from deploy import cli; cli.make_parser = lambda: os.kill(os.getpid(), signal.SIGINT); cli.main(['complete'])"
+    program = "import os, signal; from deploy import cli; cli.make_parser = lambda _: os.kill(os.getpid(), signal.SIGINT); cli.main(['complete'])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert ended.returncode == -signal.SIGINT and not ended.stderr
 

@@ -32,15 +32,14 @@ from backend.models.values import Values
 from backend.parallel.ranks import Ranks
 from backend.quantization import Quantized, pad_columns
 from backend.sampling_defaults import read_sampling_defaults
-from backend.speculative_config import AUTO, METHODS, MODEL_METHODS
+from backend.speculative_config import MODEL_METHODS, WEIGHTLESS_METHODS
 from backend.text import Tokenizer
 from kernels import ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = (1, 2, 4, 8)
 """Of groups of ranks that are tried."""
-WEIGHTLESS = ", ".join(method for method in METHODS if method not in ("none", "naive", *MODEL_METHODS, AUTO))
-"""Methods that draft for every model; auto chooses among them."""
+WEIGHTLESS = ", ".join(WEIGHTLESS_METHODS)
 
 
 @dataclass(frozen=True, slots=True)
