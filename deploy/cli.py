@@ -104,13 +104,15 @@ examples:
     "train": ("train a drafter for a model: mtp, eagle3, dflash, dspark, medusa, hydra, mlp_speculator", "", ""),
 }
 """Of each command: its line in the list, its description, its examples."""
+TRAIN = "train"
+"""It needs torch, and reads its own options."""
 
 
 Run = Callable[[argparse.Namespace], int]
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Of all commands but `train`, which needs torch and reads its own options; or with the options of one, whose parts alone are imported."""
+    """Of all commands but `train`; or with the options of one, whose parts alone are imported."""
     raw = argparse.RawDescriptionHelpFormatter
     description = "Speculative decoding of large language models on NVIDIA Triton Inference Server."
     parser = argparse.ArgumentParser(prog="foretoken", description=description, epilog=EPILOG, formatter_class=raw)
@@ -120,95 +122,49 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     for name, page in pages.items():
         page.formatter_class = raw
         page.description = textwrap.fill(page.description or "", 100)
-        if name in OPTIONS and (command not in OPTIONS or name == command):
-            page.set_defaults(run=OPTIONS[name](page))
+        if name != TRAIN and (command not in PAGES or name == command):
+            page.set_defaults(run=_add_options(name, page))
     return parser
 
 
-def _add_serve(page: argparse.ArgumentParser) -> Run:
-    from deploy import launcher, options
+def _add_options(command: str, page: argparse.ArgumentParser) -> Run:
+    """Adds a command's options and returns what runs it."""
+    if command == "serve":
+        from deploy import launcher, options
 
-    options.add_arguments(page)
-    return launcher.serve
+        options.add_arguments(page)
+        return launcher.serve
+    if command in ("complete", "chat"):
+        from client import cli
 
+        cli.add_arguments(page)
+        return cli.complete if command == "complete" else cli.chat
+    if command == "gateway":
+        from client.gateway import cli as gateway
 
-def _add_complete(page: argparse.ArgumentParser) -> Run:
-    from client import cli
+        gateway.add_arguments(page)
+        return gateway.run
+    if command == "bench":
+        from client.bench import cli as bench
+        from training.heldout import list_heldout
 
-    cli.add_arguments(page)
-    return cli.complete
+        bench.add_arguments(page, list(list_heldout().values()))  # code that the bundled model has not seen
+        return bench.run
+    if command == "demo":
+        from deploy import demo
 
-
-def _add_chat(page: argparse.ArgumentParser) -> Run:
-    from client import cli
-
-    cli.add_arguments(page)
-    return cli.chat
-
-
-def _add_gateway(page: argparse.ArgumentParser) -> Run:
-    from client.gateway import cli
-
-    cli.add_arguments(page)
-    return cli.run
-
-
-def _add_bench(page: argparse.ArgumentParser) -> Run:
-    from client.bench import cli
-    from training.heldout import list_heldout
-
-    cli.add_arguments(page, list(list_heldout().values()))  # code that the bundled model has not seen
-    return cli.run
-
-
-def _add_demo(page: argparse.ArgumentParser) -> Run:
-    from deploy import demo
-
-    demo.add_arguments(page)
-    return demo.run
-
-
-def _add_inspect(page: argparse.ArgumentParser) -> Run:
+        demo.add_arguments(page)
+        return demo.run
     from deploy import model_commands
 
-    model_commands.add_inspect_arguments(page)
-    return model_commands.inspect
-
-
-def _add_quantize(page: argparse.ArgumentParser) -> Run:
-    from deploy import model_commands
-
-    model_commands.add_quantize_arguments(page)
-    return model_commands.quantize
-
-
-def _add_convert(page: argparse.ArgumentParser) -> Run:
-    from deploy import model_commands
-
-    model_commands.add_convert_arguments(page)
-    return model_commands.convert
-
-
-def _add_token_map(page: argparse.ArgumentParser) -> Run:
-    from deploy import model_commands
-
-    model_commands.add_token_map_arguments(page)
-    return model_commands.write_token_map
-
-
-OPTIONS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
-    "serve": _add_serve,
-    "complete": _add_complete,
-    "chat": _add_chat,
-    "gateway": _add_gateway,
-    "bench": _add_bench,
-    "demo": _add_demo,
-    "inspect": _add_inspect,
-    "quantize": _add_quantize,
-    "convert": _add_convert,
-    "token-map": _add_token_map,
-}
-"""Adds a command's options and returns what runs it."""
+    add, run = {
+        "inspect": (model_commands.add_inspect_arguments, model_commands.inspect),
+        "quantize": (model_commands.add_quantize_arguments, model_commands.quantize),
+        "convert": (model_commands.add_convert_arguments, model_commands.convert),
+        "token-map": (model_commands.add_token_map_arguments, model_commands.write_token_map),
+    }[command]
+    add(page)
+    return run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -237,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def find_command(argv: list[str]) -> Callable[[], int]:
     """What these words run, which returns the exit status. Raises SystemExit for wrong ones."""
-    if argv[:1] == ["train"]:
+    if argv[:1] == [TRAIN]:
         from training import command
 
         return lambda: command.main(argv[1:])

@@ -81,15 +81,11 @@ class DraftBudget:
             kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
             is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED
             has_others, may_wait = bool(ability.lookup) or ability.has_host, ability.may_wait
-            num_wanted, num_nodes = self._wants(request), speculation.num_nodes
-            group = Group(kind, num_wanted, ability.num_model, has_others, is_paced, may_wait, num_nodes)
+            # Where a tree's drafts are not known it is whole or not at all: what fewer would bring nobody has seen.
+            num_wanted = speculation.num_speculative_tokens if self._is_exact or not speculation.num_nodes else 1
+            group = Group(kind, num_wanted, ability.num_model, has_others, is_paced, may_wait, speculation.num_nodes)
             own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(self._means[kind]), group)
         return own
-
-    def _wants(self, request: Request) -> int:
-        """Most that a limit may give it. Where a tree's drafts are not known it is whole or not at all: what fewer would bring nobody has seen."""
-        speculation = request.speculation
-        return speculation.num_speculative_tokens if self._is_exact or not speculation.num_nodes else 1
 
     def stop(self, request: Request) -> None:
         self._own.pop(request.request_id, None)
@@ -104,7 +100,7 @@ class DraftBudget:
         """
         groups: dict[Group, list[Own]] = {}
         paced: list[Request] = []
-        has_choice = False
+        has_choice, top = False, 0
         able: list[Own] = []
         for request in requests:
             speculation = request.speculation
@@ -113,6 +109,7 @@ class DraftBudget:
                 group = own.group
                 if not (self._is_exact and speculation.num_nodes):
                     groups.setdefault(group, []).append(own)
+                    top = max(top, group.num_wanted) if own.is_paced else top
                 if group.num_model:
                     able.append(own)
                 has_choice |= own.is_paced or (group.has_others and own.kind.has_model)
@@ -128,7 +125,6 @@ class DraftBudget:
             return
         prices = self._prices
         (self._padded or self._costs).begin(num_requests, sum(len(request.token_ids) for request in requests))
-        top = max((self._wants(r) for r in paced if not (self._is_exact and r.speculation.num_nodes)), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
         if self._is_exact:
             prices.begin(num_requests, able)

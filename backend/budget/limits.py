@@ -175,7 +175,7 @@ class Limits:
                     drafted, accepted = expected[group][own_limit]
                     rows += number * drafted
                     tokens += number * accepted
-                    most = max(most, group.num_nodes if own_limit and group.num_nodes else own_limit)
+                    most = max(most, own_limit * (group.num_nodes or 1))
                     if group.kind.has_model and (is_asked or not group.is_paced) and own_limit:
                         asked, num_model = asked + number, max(num_model, group.num_nodes or min(group.num_model, own_limit))
                 shapes.append((most, num_model, asked, tokens))
