@@ -132,13 +132,13 @@ def check_tokens(folder: Path, method: str, count: int = 3, **speculative: Any) 
     return llm
 
 
-def check_tree_tokens(folder: Path, **speculative: Any) -> LLM:
+def check_tree_tokens(folder: Path, num_tokens: int = 12, **speculative: Any) -> LLM:
     """Trees change no token: as `check_tokens` has it, without lookups; drafts are accepted."""
     prompts = [{"prompt_token_ids": random_tokens(length, length)} for length in (40, 9)]
     llm = serve(folder, {"max_batch_size": 8, "max_num_batched_tokens": 16}, **speculative)
     num_accepted = 0
     for sampling in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 7}, {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3}):
-        params, answers = SamplingParams(max_tokens=12, ignore_eos=True, **sampling), []
+        params, answers = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **sampling), []
         for choice in ({"method": "none"}, None, {"method": "ngram"}, {"verify_strategy": "rejection"}):
             results = llm.generate(prompts, params, speculative=choice, use_tqdm=False)
             answers.append([r.outputs[0].token_ids for r in results])

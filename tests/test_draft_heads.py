@@ -60,9 +60,8 @@ LSTM |= {"n_predict": 3, "num_lookahead_tokens": 4, "tie_weights": True, "tie_ls
 KINDS.append(Kind("LSTM", "mlp_speculator", LSTM, is_bare=True))
 
 
-def tensor(*shape: int, seed: list[int] = [0]) -> torch.Tensor:  # noqa: B006
-    seed[0] += 1
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed[0])) * 0.2
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(shape) * 0.2
 
 
 def make_medusa(config: dict[str, Any]) -> tuple[Weights, Any]:

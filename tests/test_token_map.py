@@ -127,7 +127,7 @@ def test_tokens_are_those_without_drafts(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize("made", ["eagle3", "hydra"], indirect=True)
 def test_trees_change_no_token(made: Made, tmp_path: Path) -> None:
     write_map(made, tmp_path / "map.json")
-    check_tree_tokens(made[0], **options(made, tmp_path / "map.json", tree_nodes=48))
+    check_tree_tokens(made[0], 36, **options(made, tmp_path / "map.json", tree_nodes=48))  # most of the target's tokens are never drafted
 
 
 @pytest.mark.parametrize("scheme", [None, "wint8", "wint4", "fp8", "block_wise_fp8"])
