@@ -57,6 +57,8 @@ def test_streaming_side_by_side(page, server):
     fill(page, LOOPS, 450)
     page.evaluate(NOTE_COUNTS)
     page.get_by_role("button", name="Run").click()
+    plain = page.locator("#off .output")
+    assert wait_until(lambda: plain.evaluate("e => e.scrollTop > 50 && (e.scrollTop = 1)"), 30)  # its reader goes back
     wait_for_answers(page)
     assert 0 < page.evaluate("counts[0]") < len(expected.token_ids), "tokens are shown as they come"
     for pane in ("on", "off"):
@@ -64,6 +66,7 @@ def test_streaming_side_by_side(page, server):
     expect(page.locator("#verdict")).to_have_text(re.compile(r"same text, \d+\.\d\d times as fast"))
     left = page.locator("#on .output").evaluate("e => [e.scrollHeight - e.clientHeight, e.scrollHeight - e.clientHeight - e.scrollTop]")
     assert left[0] > 100 and left[1] < 40, "what comes is in sight"
+    assert plain.evaluate("e => e.scrollTop") == 1, "but who has gone back stays there"
     count = len(expected.token_ids)
     by_source = {s: page.locator(f"#on .output .{s}").count() for s in ("target", "model", "ngram", "suffix")}
     assert sum(by_source.values()) == page.locator("#off .output .target").count() == count == int(value(page, "on", "tokens"))

@@ -5,6 +5,8 @@ import { clear, drawBars, drawLine } from "./charts.js";
 import { Steps } from "./steps.js";
 
 const SHOWN_STEPS = 60;
+const DRAW_MS = 100;
+const NEAR_END = 40; // pixels
 const VALUES = ["tokens", "perStep", "perSecond", "perToken", "first", "accepted", "reason"];
 const REASONS = { length: "max tokens", stop: "end of text, or a stop string", tool_calls: "calls of tools" };
 
@@ -28,7 +30,9 @@ export class Pane {
   // Nothing of the last run stays. `label` says what the next one is.
   reset(label) {
     cancelAnimationFrame(this.frame);
-    this.frame = this.steps = this.answer = null;
+    clearTimeout(this.timer);
+    this.frame = this.timer = this.steps = this.answer = null;
+    this.end = 0; // how far the answer could be scrolled when it was last followed
     this.root.classList.remove("done");
     this.root.classList.toggle("fresh", !label);
     this.root.querySelector(".run").textContent = label;
@@ -50,15 +54,15 @@ export class Pane {
         reason = choice.finish_reason ?? reason;
         this.steps.add(choice.token_sources, performance.now());
         this.legend.add(...choice.token_sources);
-        const isAtEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 40;
         answer.add(choice);
-        if (isAtEnd) this.output.scrollTop = this.output.scrollHeight;
-        this.draw();
+        this.frame ??= requestAnimationFrame(() => this.follow());
+        this.timer ??= setTimeout(() => this.render(), DRAW_MS); // drawn anew as a whole, which takes longer than tokens do
       }
     } catch (error) {
       if (signal.aborted) this.set("reason", "you");
       return { error: signal.aborted ? null : error };
     } finally {
+      this.follow();
       this.render();
       this.copy.disabled = answer.isEmpty;
       this.output.setAttribute("aria-busy", "false");
@@ -75,14 +79,19 @@ export class Pane {
     return [`${numTokens} tokens`, `${perStep.toFixed(2)} a step`, ...(perToken > 0 ? [`${(1000 / perToken).toFixed(0)} a second`] : [])].join(", ");
   }
 
-  // At most once a frame, however fast the tokens come.
-  draw() {
-    this.frame ??= requestAnimationFrame(() => this.render());
+  // Keeps what comes in sight, unless its reader has gone back. At most once a frame: where the end is has to be laid out, which takes the longer the
+  // more there is.
+  follow() {
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
+    const { output } = this;
+    if (this.end - output.scrollTop < NEAR_END) output.scrollTop = output.scrollHeight;
+    this.end = output.scrollHeight - output.clientHeight;
   }
 
   render() {
-    cancelAnimationFrame(this.frame);
-    this.frame = null;
+    clearTimeout(this.timer);
+    this.timer = null;
     const { steps } = this;
     if (!steps.numTokens) return;
     this.set("tokens", steps.numTokens);
