@@ -277,7 +277,8 @@ class Program:
             logits = logits.float()
         raw = logits.clone() if Options.LOGPROBS in options else logits
         if self._drafter is not None and self._drafter.memory is not None:
-            self._drafter.memory.learn(rows.packed[0][rows.logit_rows], logits)
+            is_own = torch.arange(len(logits), device=logits.device) < cu[-1]  # a GPU has room for more rows than there are
+            self._drafter.memory.learn(rows.packed[0][rows.logit_rows], logits, is_own)
         if Options.MASKS in options:
             ops.mask_logits(logits, self.masks, step.fields[MASK], cu)
         if Options.BAD_WORDS in options:
