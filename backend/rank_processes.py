@@ -33,10 +33,12 @@ OWN_SPECULATIVE_KEYS = ("model", "draft_token_map", "suffix_decoding_cache_path"
 
 
 def device_of_rank(config: EngineConfig, rank: int) -> str:
-    """On GPUs each rank of a host has its own, from the one of the host's first rank on."""
+    """On GPUs each rank of a host has its own, from the one of the host's first rank on: without a number that is `pick_device`'s, the current."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
-    first, parallel = int(config.device.partition(":")[2] or 0), config.parallel_config
+    number, parallel = config.device.partition(":")[2], config.parallel_config
+    # A host whose ranks only follow computes nothing in this process, and leaves the GPU alone.
+    first = int(number) if number else torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     if first + parallel.host_size > torch.cuda.device_count():
         of_all = f" on {parallel.nnodes} hosts" if parallel.nnodes > 1 else ""
         raise ConfigError(

@@ -18,6 +18,7 @@ from backend.config import EngineConfig
 from backend.devices import pick_device, pick_dtype
 from backend.errors import ConfigError
 from backend.parallel.ranks import Ranks
+from backend.rank_processes import device_of_rank
 from kernels._cpus import count_cpus
 from kernels._load import KernelError
 from tests.conftest import ROOT
@@ -44,6 +45,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             driver.touch()
         monkeypatch.setattr(devices, "DRIVER_FILE", driver)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: num_gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: max(0, num_gpus - 1))
         monkeypatch.setattr(devices, "check_device", check)
@@ -63,6 +65,23 @@ def test_the_gpu_when_there_is_one(machine) -> None:
     assert pick_device(config(device="cpu")) == torch.device("cpu")
     with pytest.raises(ConfigError, match="device cuda:2: this machine has 2 GPUs, from cuda:0"):
         pick_device(config(device="cuda:2"))
+
+
+def test_a_group_is_on_the_gpus_from_its_first_ranks_on(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group's exchanges are made on `device_of_rank`'s, and the first rank computes on `pick_device`'s: they are one GPU."""
+    machine(3, has_driver=True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    ranks = {"parallel_config": {"tensor_parallel_size": 2}}
+    for device in ("auto", "cuda"):
+        own = config(device=device, **ranks)
+        assert [device_of_rank(own, rank) for rank in range(2)] == ["cuda:1", "cuda:2"]
+        assert pick_device(own) == torch.device(device_of_rank(own, 0))
+    assert [device_of_rank(config(device="cuda:0", **ranks), rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: this machine has 3 GPUs, and rank 0 is on cuda:2"):
+        device_of_rank(config(device="cuda", **ranks), 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert device_of_rank(config(device="cuda", **ranks), 1) == "cuda:1", "a process that has no GPU of its own is not given one"
 
 
 def test_the_cpu_when_there_is_none(machine) -> None:

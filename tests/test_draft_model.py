@@ -17,6 +17,7 @@ from backend.errors import ConfigError, ModelError
 from backend.parallel.ranks import Ranks
 from backend.step import attending
 from backend.step.advancing import Advancing
+from backend.step.captured_shapes import WIDTHS
 from backend.step.worker import Worker
 from kernels._load import Gpu
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, check_tree_tokens, serve
@@ -67,7 +68,31 @@ def test_capped_scores_are_not_captured_with_prompts(family: str, is_captured: b
     monkeypatch.setattr(Advancing, "capture_all", lambda own: made.append(own))
     advancing = llm.engine.worker.program.capture_advancing([8, 16], (0, 0), 4, 17)
     assert (advancing is not None) == bool(made) == is_captured
-    assert len(llm.engine.worker.drafter.attention_kinds) == 1 + (family == "gemma2")  # type: ignore[union-attr]
+    kinds = llm.engine.worker.drafter.attention_kinds  # type: ignore[union-attr]
+    assert len(kinds) == 1 + (family == "gemma2") and llm.engine.worker.program.all_kinds == [frozenset(), kinds]
+
+
+def test_masks_attend_by_kernels_that_are_compiled(target: Path, tmp_path: Path) -> None:
+    """However many drafts a request chooses: a GPU has kernels for some numbers of queries."""
+    make_model(CASES[6], tmp_path)
+    llm = serve(target, method="draft_model", model=str(tmp_path))
+    program, asked = llm.engine.worker.program, set()
+    block = program.drafting._block
+    assert block is not None
+    plan = block._plan
+
+    def watched_plan(*arguments: Any) -> Any:
+        made = plan(*arguments)
+        asked.add((made.max_query_len, int(made.cu_query_lens[1])))
+        return made
+
+    block._plan = watched_plan  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    for count in (NUM_DRAFTS, 8, 16):
+        llm.generate([{"prompt_token_ids": random_tokens(9)}], params, speculative={"num_speculative_tokens": count}, use_tqdm=False)
+    assert {count for _, count in asked} >= {NUM_DRAFTS - 1, 7, 15}
+    assert all(count <= width and width in WIDTHS for width, count in asked), asked
+    assert program.drafting.block_attention([8, 16]) == [(llm.engine.worker.drafter.block_heads, width, 1) for width in (8, 17)]  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

@@ -22,8 +22,12 @@ from backend.core import Delta
 from backend.errors import ConfigError, EngineError
 from backend.follower import Steps
 from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, RanksDiffer, Verdicts, check_verdicts
+from backend.models.layers import Part, Weights
+from backend.models.loader import DummyCheckpoint
+from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
+from backend.quantization.dense import DenseLinear
 from backend.speculative_config import HEAD_METHODS
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Results
@@ -186,6 +190,15 @@ def test_vocabularies_of_any_size_are_split(size: int, count: int) -> None:
     found = on_ranks(size, lambda ranks: (ranks.vocabulary(count), ranks.gather_vocabulary(expected[:, ranks.vocabulary(count)], count)))
     assert all(torch.equal(whole, expected) for _, whole in found)
     assert len({own.stop - own.start for own, _ in found}) == 1
+
+
+def test_a_rank_keeps_its_share_of_the_head_alone() -> None:
+    """Not the memory of the others', which it was cut from where it is used (on CPU layers copy). Of a projection by itself, too."""
+    weights = Weights(DummyCheckpoint(".", torch.device("cpu"), torch.float32), torch.float32, torch.device("meta"), Ranks(1, 2))
+    one = Projection("one", 64, 16)
+    for linear in (weights.head(one), weights.split_rows([one], [Part("one", 64)])):
+        assert isinstance(linear, DenseLinear)
+        assert linear.weight.shape == (32, 16) and linear.weight.untyped_storage().nbytes() == linear.weight.nbytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -19,6 +19,7 @@ from backend.engine import Engine
 from backend.models import load_model
 from backend.models.mtp import Mtp
 from backend.parallel.ranks import Ranks
+from kernels.structs import MAX_BATCH
 from kernels.warm_up import TOKEN_COUNTS
 from tests.conftest import code_prompts, greedy
 
@@ -37,6 +38,7 @@ def make_service():
 def test_calls_that_a_gpu_is_warmed_up_with(make_service, context):
     """They are calls as any, within the context and their pages."""
     asked: list[DraftCall] = []
+    scored: set[int] = set()
 
     class Noted(RemoteDrafterService):
         def draft(self, call: DraftCall) -> DraftReply:
@@ -45,12 +47,21 @@ def test_calls_that_a_gpu_is_warmed_up_with(make_service, context):
             assert [len(row) for row in reply.token_ids] == call.num_drafts
             return reply
 
-    make_service(Noted).try_calls(context, 16)
+    service = make_service(Noted)
+    score = service._drafter.logits
+
+    def logits(states: list[torch.Tensor], step: int) -> torch.Tensor:
+        scored.add(len(states[0]))
+        return score(states, step)
+
+    service._drafter.logits = logits
+    service.try_calls(context, 16)
     counts = {call.query_lens[0] for call in asked}
     assert counts == {min(count, context - 2) for count in TOKEN_COUNTS}
     assert all(call.seq_lens[0] + max(call.num_drafts) <= context for call in asked)
     assert {call.choices[0][0] for call in asked} == {LIKELIEST, OWN_NOISE}
     assert all(len(call.page_ids[0]) * 16 >= call.seq_lens[0] + call.num_drafts[0] - 1 for call in asked)
+    assert scored == {min(count, MAX_BATCH) for count in TOKEN_COUNTS}, "states of as many requests are scored together"
 
 
 class Remote:

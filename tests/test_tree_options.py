@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from backend import SamplingParams, trees
 from backend.drafters.recycling import RecyclingDrafter
 from backend.errors import ConfigError
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from backend.step.tensors import StepTensors
 from backend.step.trees import TreeForward
 from backend.trees import make_static, shape_static
 from kernels import structs
@@ -213,3 +215,29 @@ def test_more_candidates_than_tokens() -> None:
     drafter = RecyclingDrafter(3, 5, torch.device("cpu"))
     drafter.learn(torch.tensor([1]), torch.tensor([[0.1, 0.3, 0.2]]))
     assert drafter.recall([torch.tensor([[1], [2]])], 5).tolist() == [[1, 2, 0, -1, -1], [-1] * 5]
+
+
+def test_rows_of_nobody_teach_nothing() -> None:
+    """A GPU's steps have more rows than tokens, which are all said to be the first row's. By the step's verdict, with such rows behind the others."""
+    remembered = []
+    for num_nobody in (0, 3):
+        llm = LLM(speculative_config=RECYCLING)
+        program, drafter = llm.engine.worker.program, llm.engine.worker.drafter
+        assert isinstance(drafter, RecyclingDrafter)
+        decide, noise = program.decide, torch.Generator().manual_seed(0)
+
+        def decide_padded(step: StepTensors, decide: Any = decide, noise: Any = noise, num_nobody: int = num_nobody) -> None:
+            rows, hidden = step.rows, step.hidden
+            assert rows is not None
+            logit_rows = torch.cat([rows.logit_rows, rows.logit_rows.new_zeros(num_nobody)])
+            step.rows = dataclasses.replace(rows, logit_rows=logit_rows)
+            step.hidden = torch.cat([hidden, torch.randn(num_nobody, hidden.shape[1], generator=noise)])
+            decide(step)
+            step.rows, step.hidden = rows, hidden
+
+        program.decide = decide_padded  # type: ignore[method-assign]
+        (result,) = llm.generate(["def add(a, b):\n"], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        tokens = torch.arange(llm.engine.worker.model.vocab_size)[:, None]
+        remembered.append((result.outputs[0].token_ids, drafter.recall([tokens], 4).clone()))
+    (answer, known), (same, with_nobody) = remembered
+    assert answer == same and (known >= 0).any() and torch.equal(known, with_nobody)

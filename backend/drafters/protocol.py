@@ -103,8 +103,9 @@ class StateKeeper(Protocol):
 class CandidateMemory(Protocol):
     """What a drafter remembers in place of computing it: which tokens may follow."""
 
-    def learn(self, token_ids: torch.Tensor, logits: torch.Tensor) -> None:
-        """The target's logits [R, V] after tokens [R] int64, before any parameter acts. A token may be there several times."""
+    def learn(self, token_ids: torch.Tensor, logits: torch.Tensor, is_own: torch.Tensor | None = None) -> None:
+        """The target's logits [R, V] after tokens [R] int64, before any parameter acts. A token may be there several times. is_own [R]: others are
+        rows of nobody, whatever their tokens; None: there are none."""
         ...
 
     def recall(self, states: list[torch.Tensor], count: int) -> torch.Tensor:

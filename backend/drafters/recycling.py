@@ -29,16 +29,19 @@ class RecyclingDrafter:
 
     def __init__(self, vocab_size: int, num_candidates: int, device: torch.device) -> None:
         """num_candidates: that are remembered of each token, within the vocabulary; -1: there are no more."""
-        self._candidates = torch.full((vocab_size, num_candidates), -1, dtype=torch.int32, device=device)
+        self._nobody = vocab_size
+        self._candidates = torch.full((vocab_size + 1, num_candidates), -1, dtype=torch.int32, device=device)
+        """[V + 1, N]: the last ones are of rows of nobody."""
         self._likeliest = self._candidates[:, :vocab_size]
 
     @property
     def memory(self) -> CandidateMemory:
         return self
 
-    def learn(self, token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+    def learn(self, token_ids: torch.Tensor, logits: torch.Tensor, is_own: torch.Tensor | None = None) -> None:
         likeliest = logits.topk(self._likeliest.shape[1], dim=-1).indices
-        self._likeliest.index_copy_(0, token_ids, likeliest.int())
+        own = token_ids if is_own is None else torch.where(is_own, token_ids, self._nobody)
+        self._likeliest.index_copy_(0, own, likeliest.int())
 
     def recall(self, states: list[torch.Tensor], count: int) -> torch.Tensor:
         return self._candidates[states[0][:, 0], :count]

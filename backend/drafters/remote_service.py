@@ -57,15 +57,19 @@ class RemoteDrafterService:
         self.try_calls(max_model_len, page_size)
 
     def try_calls(self, max_model_len: int, page_size: int) -> None:
-        """Of so many tokens that others take no other kernels, and in each of the ways in which drafts are chosen."""
+        """Of so many tokens, and of so many requests, whose newest tokens' states are scored, that others take no other kernels; and in each of the
+        ways in which drafts are chosen."""
         counts = sorted({min(count, max_model_len - 2) for count in warm_up.TOKEN_COUNTS})
         pages = list(range(-(-(counts[-1] + 2) // page_size)))
         self.open(len(pages), page_size)
-        for count in counts:
+        calls = [[count] for count in counts] + [[1] * min(batch, MAX_BATCH) for batch in warm_up.TOKEN_COUNTS if batch > 1]
+        for lens in calls:
             # Of what is drawn no draft is made: while kernels are looked for only, that is any number.
             for mode, num_drafts in ((LIKELIEST, 2), (OWN_NOISE, 1)):
+                batch, count = len(lens), sum(lens)
                 hidden = torch.zeros(count, self._drafter.tap_width, dtype=self._dtype, device=self._device)
-                self.draft(DraftCall([], [0] * count, hidden, [count], [count], [pages], [num_drafts], [(mode, 0, 1)], [(1.0, 1.0, 0.0)]))
+                lists = (lens, lens, [pages] * batch, [num_drafts] * batch, [(mode, 0, 1)] * batch, [(1.0, 1.0, 0.0)] * batch)
+                self.draft(DraftCall([], [0] * count, hidden, *lists))
 
     @torch.inference_mode()
     def draft(self, call: DraftCall) -> DraftReply:

@@ -172,6 +172,14 @@ class Weights:
         return self._make([cut_columns(weight, own)], bias)
 
     def _make(self, weights: Sequence[Stored], bias: torch.Tensor | None) -> Linear:
+        if len(weights) == 1 and isinstance(weights[0], torch.Tensor):  # several are put together anew
+            weights = [_apart(weights[0])]
         linear = make_linear(weights, bias)
         self.most_written = max(self.most_written, count_written(linear))
         return linear
+
+
+def _apart(weight: torch.Tensor) -> torch.Tensor:
+    """Without what it is a part of: a rank's share of a projection, as of the head, would keep all of it on its GPU. (On CPU layers copy.)"""
+    is_part = weight.device.type != "cpu" and weight.untyped_storage().nbytes() > weight.nbytes
+    return weight.clone() if is_part else weight

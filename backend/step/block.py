@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 from backend.drafters.protocol import BlockPass, DrafterRows
+from backend.step.captured_shapes import WIDTHS
 from kernels import ops
+from kernels._load import is_compiling
 from kernels.request_state import RequestState
 from kernels.structs import DRAFTER_COUNT, INDEX, MODEL_LIMIT, NUM_PAGES, StepSizes
 
@@ -19,6 +21,8 @@ class BlockForward:
     def __init__(self, block: BlockPass, table: RequestState, page_table: torch.Tensor, max_model_len: int, dtype: torch.dtype) -> None:
         self._block, self._table, self._page_table = block, table, page_table
         self._max_model_len, self._dtype = max_model_len, dtype
+        self.varies = block.count_rows(1) != block.count_rows(2)
+        """How many rows a block has goes by the drafts that a step makes."""
         self._plans: dict[tuple[int, int], ops.StepAttention] = {}
         """On a GPU by batch and rows: graphs hold the addresses of what they read."""
 
@@ -47,10 +51,14 @@ class BlockForward:
         return block.compute(DrafterRows(token_ids, positions, slots, slots, slots, plan), states, num_drafts)
 
     def attention_sizes(self, num_drafts: int) -> tuple[int, int]:
-        """Queries of a row of the block's attention, and rows of a request. Causal rows are a request's last ones; where each sees all of them, each
-        is one that asks alone."""
+        """Most queries of a row of the block's attention, and rows of a request. Causal rows are a request's last ones; where each sees all of them,
+        each is one that asks alone."""
         count = self._block.count_rows(num_drafts)
-        return (count, 1) if self._block.is_causal else (1, count)
+        return (self._widen(count), 1) if self._block.is_causal else (1, count)
+
+    def _widen(self, count: int) -> int:
+        """Most queries of rows that are no more: of what kernels are compiled for, as a request may choose how many drafts it has."""
+        return next(width for width in WIDTHS if width >= count) if count and self.varies else count
 
     def judge(self, states: list[torch.Tensor], step: int) -> torch.Tensor | None:
         """See `BlockDrafter.judge`."""
@@ -93,13 +101,13 @@ class BlockForward:
                 seq_lens=ends,
                 request_indices=indices.clone(),
                 page_table=self._page_table,
-                max_query_len=width,
+                max_query_len=self._widen(width),
                 max_seq_len=self._max_model_len,
                 page_size=sizes.page_size,
                 heads=block.block_heads,
                 dtype=self._dtype,
             )
-            if device.type == "cuda":
+            if device.type == "cuda" and not is_compiling():  # else its kernels do nothing
                 self._plans[key] = plan
         plan.refresh()
         return plan

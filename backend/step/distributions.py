@@ -27,9 +27,13 @@ class Distributions:
         self._drawn_from: list[torch.Tensor] = []
         self.num_drawn = torch.zeros(table.size, dtype=torch.int32, device=table.device)
         """[S]: so many leading drafts were drawn; the others are certain."""
-        self._most = num_model_drafts
         if table.device.type == "cuda":
             self._reserve(num_model_drafts)  # graphs hold the addresses, and memory that is counted now cannot be lacking later
+
+    @property
+    def num_held(self) -> int:
+        """Drafts of a request that distributions are held of: more once some request has more. Graphs know of those that there were."""
+        return len(self._drawn_from)
 
     def _reserve(self, num_drafts: int) -> None:
         table = self._table

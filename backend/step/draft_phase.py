@@ -50,6 +50,11 @@ class DraftPhase:
         sizes = sorted({self._block.attention_sizes(count) for count in counts if count})
         return [(self._drafter.block.block_heads, width, rows) for width, rows in sizes if width and rows]
 
+    @property
+    def most_at_once(self) -> int:
+        """Drafts that one forward makes at most, where a step decides how many; 0: where none does."""
+        return self._drafter.max_drafts if self._drafter is not None and self._block is not None and self._block.varies else 0
+
     def asks_model(self, shape: StepShape) -> bool:
         """Whether the step's drafter has anything to compute."""
         return self._drafter is not None and shape.asks_model

@@ -180,7 +180,8 @@ class Graphs:
         return running
 
     def _phases(self, shape: StepShape) -> list[list[Phase]]:
-        return phases_of(shape, has_model=self._program.drafting.asks_model(shape))
+        program = self._program
+        return phases_of(shape, has_model=program.drafting.asks_model(shape), num_held=program.distributions.num_held)
 
     def _begin_with_prompts(self, running: Running, shape: StepShape) -> None:
         """What reads all rows of a step with prompts: its forward, and the model drafter's."""
@@ -339,22 +340,27 @@ class Graphs:
         widths, most = sorted({*WIDTHS, *self._chain_widths}), self._batch_sizes[-1]
         dtype, num_rows = program.dtype, most * max(widths[-1], self._tree_width)
         warm_up.load_step(self.device, (dtype, torch.float32) if dtype != torch.float32 else (dtype,), table.vocab_size, num_rows)
-        for number, heads in enumerate(program.all_heads):
+        for number, (heads, kinds) in enumerate(zip(program.all_heads, program.all_kinds)):
             is_e4m3 = program.is_e4m3 and number == 0  # the target's: drafters keep theirs in the model's dtype
             for has_prefixes in (False, True) if self._is_cascade else (False,):
-                kinds = program.attention_kinds if heads == program.all_heads[0] else ()
                 own = (heads, dtype, has_prefixes, kinds)
                 warm_up.load_attention(self.device, widths, most, program.page_size, *own, is_e4m3=is_e4m3)
-                if self._tree_width and heads == program.all_heads[0]:
+                if self._tree_width and number == 0:
                     warm_up.load_attention(self.device, self._tree_widths, most, program.page_size, *own, has_trees=True, is_e4m3=is_e4m3)
         for tree_heads, counts in program.drafting.tree_widths:
-            warm_up.load_attention(self.device, counts, most, program.page_size, tree_heads, dtype, has_trees=True)
+            kinds = program.all_kinds[-1]
+            warm_up.load_attention(self.device, counts, most, program.page_size, tree_heads, dtype, kinds=kinds, has_trees=True)
         for block_heads, width, rows in program.drafting.block_attention(own.num_model for own in self._drafts):
             warm_up.load_attention(self.device, (width,), most * rows, program.page_size, block_heads, dtype)
         for count in warm_up.TOKEN_COUNTS:
-            count = min(count, max_prompt)
-            prompt = StepShape(1, 1, prompt_lens=(count,), prompt_seq_lens=(count,), drafter_counts=(0,), drafter_seq_lens=(0,))
-            self._run_once(prompt)
+            # Scores of few rows alone follow prompts here; of requests that decode, and of prompts that are scored, there may be as many as these.
+            program.score_nothing(count)
+            lens = (min(count, max_prompt),)
+            # The drafter's way through them, too, which is launched kernel by kernel where it cannot be captured.
+            self._run_once(StepShape(1, 1, prompt_lens=lens, prompt_seq_lens=lens, drafter_counts=lens, drafter_seq_lens=lens))
+        if most_drafts := program.drafting.most_at_once:
+            for batch in sorted({min(-(-count // most_drafts), most) for count in warm_up.TOKEN_COUNTS}):
+                self._run_once(StepShape(batch, 1, num_model_drafts=most_drafts))
         # What torch loads when it is first asked for.
         self._run_once(StepShape(1, 2, options=Options.LOGPROBS | Options.FLOAT32 | DISTRIBUTIONS))
 

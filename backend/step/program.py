@@ -15,6 +15,7 @@ from backend.drafters.protocol import ATTENTION as DRAFTER_ATTENTION
 from backend.drafters.protocol import HIDDEN, StepDrafter
 from backend.kv_store import KvStore
 from backend.models import ATTENTION, Model, Wanted
+from backend.models.decoder_layer import AttentionKinds
 from backend.speculative_config import SpeculativeConfig
 from backend.step.advancing import Advancing
 from backend.step.attending import Attending
@@ -94,9 +95,14 @@ class Program:
         return [self._model.heads] + ([own] if own is not None else [])
 
     @property
-    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
-        """Windows and caps of scores that the target's layers have."""
-        return self._model.attention_kinds
+    def all_kinds(self) -> list[AttentionKinds]:
+        """Windows and caps of scores that layers have, likewise."""
+        drafter = self._drafter
+        return [self._model.attention_kinds] + ([drafter.attention_kinds] if drafter is not None and len(self.all_heads) > 1 else [])
+
+    def score_nothing(self, count: int) -> None:
+        """Scores of so many rows, so that what computes them is there."""
+        self._model.logits(torch.zeros(count, self._model.hidden_size, dtype=self.dtype, device=self._table.device))
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
@@ -277,7 +283,8 @@ class Program:
             logits = logits.float()
         raw = logits.clone() if Options.LOGPROBS in options else logits
         if self._drafter is not None and self._drafter.memory is not None:
-            self._drafter.memory.learn(rows.packed[0][rows.logit_rows], logits)
+            is_own = torch.arange(len(logits), device=logits.device) < cu[-1]  # a GPU has room for more rows than there are
+            self._drafter.memory.learn(rows.packed[0][rows.logit_rows], logits, is_own)
         if Options.MASKS in options:
             ops.mask_logits(logits, self.masks, step.fields[MASK], cu)
         if Options.BAD_WORDS in options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,12 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.devices import on_stream
 from backend.drafters.calls import LIKELIEST, OWN_NOISE, SHARED_NOISE, DraftCall, DraftReply
+from backend.drafters.recurrent import RecurrentDrafter
+from backend.drafters.remote_service import RemoteDrafterService
 from backend.engine import Engine
+from backend.models import load_model
+from backend.models.mtp import Mtp
+from backend.parallel.ranks import Ranks
 from kernels import _load
 from tests import test_block_drafters as blocks
 from tests import test_draft_heads as heads
@@ -162,3 +168,31 @@ def test_a_drafter_apart_waits_for_no_compiler_once_it_is_warm(monkeypatch: pyte
                 lists = ([count] * batch, [count] * batch, pages, [3] * batch, choices, [(0.8, 0.9, 0.0)] * batch)
                 reply = service.draft(DraftCall([], [7] * (batch * count), hidden, *lists))
                 assert all(len(row) == 3 and all(0 <= token_id < 4096 for token_id in row) for row in reply.token_ids)
+
+
+def test_a_drafter_apart_has_all_kernels_of_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of many requests are scored together, by kernels that none of its layers has: here of random weights, and of many more tokens."""
+    device, dtype, vocab_size, asked = torch.device("cuda:0"), torch.bfloat16, 32768, set()
+    find = _load._kernel
+
+    def note(index: int, source: str, name: str, defines: Any, *others: Any) -> Any:
+        asked.add((source, defines))
+        return find(index, source, name, defines, *others)
+
+    monkeypatch.setattr(_load, "_kernel", note)
+    for own in (SMALL_MODEL, SMALL_DRAFTER):
+        (tmp_path / own.name).mkdir()
+        config = json.loads((own / "config.json").read_text()) | {"vocab_size": vocab_size}
+        (tmp_path / own.name / "config.json").write_text(json.dumps(config))
+    target = load_model(tmp_path / SMALL_MODEL.name, dtype, device, Ranks(), only_head=True, load_format="dummy")
+    drafter = RecurrentDrafter(Mtp(tmp_path / SMALL_DRAFTER.name, target, dtype, device, load_format="dummy"), 3)
+    service = RemoteDrafterService(drafter, dtype, device, lambda count: contextlib.nullcontext())
+    service.warm_up(vocab_size, 2048, 16)
+    ready = set(asked)
+    service.open(64, 16)
+    for batch, count in ((1, 1), (1, 300), (3, 40), (20, 1), (40, 3), (90, 1), (150, 1), (250, 1)):
+        hidden = torch.randn(batch * count, drafter.tap_width, device=device, dtype=dtype)
+        for mode in (LIKELIEST, SHARED_NOISE, OWN_NOISE):
+            lists = ([count] * batch, [count] * batch, [list(range(20))] * batch, [3] * batch, [(mode, 5, 1)] * batch, [(0.8, 0.9, 0.0)] * batch)
+            service.draft(DraftCall([], [7] * (batch * count), hidden, *lists))
+    assert asked <= ready, sorted(asked - ready, key=str)

@@ -6,6 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from backend.models.layers import Weights
+from backend.models.loader import DummyCheckpoint
+from backend.models.spec import Projection
+from backend.parallel.ranks import Ranks
+from backend.quantization.dense import DenseLinear
 from kernels.activation import silu_mul
 from kernels.linear import MAX_TOKENS, add_linear, is_skinny, linear, norm_gated_linear, norm_linear, write_linear
 from kernels.norm import rms_norm
@@ -231,3 +236,11 @@ def test_errors(device: torch.device) -> None:
         linear(x, weight[:, :32])
     with pytest.raises(ValueError, match=r"must be \[2, 64\]"):
         add_linear(x[:1], x, weight)
+
+
+def test_a_ranks_share_of_a_head_is_all_that_it_keeps(device: torch.device) -> None:
+    before = torch.cuda.memory_allocated(device)
+    weights = Weights(DummyCheckpoint(".", torch.device("cpu"), torch.bfloat16), torch.bfloat16, device, Ranks(1, 2))
+    head = weights.head(Projection("lm_head", 65536, 512))
+    assert isinstance(head, DenseLinear) and head.weight.shape == (32768, 512)
+    assert torch.cuda.memory_allocated(device) - before < 1.1 * head.weight.nbytes

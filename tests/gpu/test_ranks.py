@@ -277,6 +277,32 @@ def test_an_engine_on_the_second_gpu_takes_nothing_of_the_first() -> None:
     assert made.returncode == 0, made.stderr[-3000:]
 
 
+RANKS_FROM_SECOND = """
+import torch
+from backend import LLM, SamplingParams
+from backend.errors import ConfigError
+torch.cuda.set_device(1)
+found = []
+for size in (1, 2):
+    options = {"tensor_parallel_size": size, "dtype": "float32", "speculative_config": {"method": "mtp"}, "kv_cache_memory": "64MiB"}
+    try:
+        llm = LLM(device="cuda", max_batch_size=4, **options)
+    except ConfigError as error:
+        assert size == 2 and torch.cuda.device_count() == 2 and "this machine has 2 GPUs, and rank 0 is on cuda:1" in str(error), error
+        break
+    (result,) = llm.generate("def area(self):", SamplingParams(max_tokens=24, temperature=0.0), use_tqdm=False)
+    found.append(result.outputs[0].token_ids)
+    llm.close()
+assert found[0] == found[-1] and len(found) == min(2, torch.cuda.device_count() - 1), found
+"""
+
+
+def test_ranks_are_on_the_gpus_from_the_programs_current_one_on() -> None:
+    """With two GPUs the second rank has none, and it is said."""
+    made = subprocess.run([sys.executable, "-c", RANKS_FROM_SECOND], capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr[-3000:]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_are_those_of_one_rank(dtype: str) -> None:
     """In bfloat16 a product's parts are rounded apart: near-ties may differ, and how many is printed."""

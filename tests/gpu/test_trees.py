@@ -265,3 +265,20 @@ def test_tokens_are_the_cpus(server: str, monkeypatch: pytest.MonkeyPatch) -> No
             pass
         assert other.engine.scheduler.pool.num_held == 0
     assert any(shape.has_trees and not shape.num_prompts for shape in used)
+
+
+def test_what_is_recycled_is_the_cpus() -> None:
+    """Rows of nobody, of which there are some in most steps, teach nothing. Of a token that several rows have, one of them does."""
+    params, known = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True), []
+    for device in ("cpu", "cuda"):
+        speculation = {**SERVERS["token recycling"], "adaptive": False}
+        llm = LLM(device=device, dtype="float32", max_batch_size=8, speculative_config=speculation)
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in code_prompts(5, seed=3)]
+        drafter: Any = llm.engine.worker.drafter
+        tokens = torch.arange(llm.engine.worker.model.vocab_size, device=device)[:, None]
+        known.append((drafter.recall([tokens], 4).cpu(), sum(output.stats.accepted for output in outputs)))
+        llm.close()
+    (exact, accepted), (found, same) = known
+    is_known = (exact >= 0).any(1)
+    num_other = int((exact != found)[is_known].any(1).sum())
+    assert num_other < 0.2 * int(is_known.sum()) and abs(accepted - same) < 0.1 * accepted, (num_other, int(is_known.sum()), accepted, same)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from backend import SamplingParams
 from kernels import _load, distribution
 from kernels.attention import AttentionPlan, Heads, append_attention
 from kernels.ops import Admission, RequestTable, process_and_choose
 from kernels.warm_up import compiling, load_attention, load_step
+from tests.drafting import serve
+from tests.families import Case, make_model, random_tokens
 
 WIDTHS, MAX_BATCH, MAX_ROWS, VOCAB = (1, 4), 70, 300, 4096
 PAGE, HEADS = 128, Heads(6, 2, 64)  # of no other test
@@ -58,3 +62,45 @@ def test_nothing_is_compiled_afterwards(device: torch.device, monkeypatch: pytes
             process_and_choose(logits, table, ints([0]), ints([0, min(rows, 4)]))
             one = torch.ones(rows, device=device)
             distribution.probabilities(logits, one, one.int() * 0, one, one * 0)
+
+
+TARGET = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192, "max_position_embeddings": 512}
+"""Whose head is compiled otherwise than its layers."""
+SMALLER = {**TARGET, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024}
+"""Nothing of it is compiled as the target is."""
+SERVERS: dict[str, tuple[Case | None, dict[str, Any], list[dict[str, Any] | None]]] = {
+    "scores of prompts": (None, {"method": "none"}, [None]),
+    "more drafts than the server's method makes": (None, {"method": "ngram", "num_speculative_tokens": 2}, [None, {"num_speculative_tokens": 16}]),
+    "a draft model's trees": (Case("qwen3", config=SMALLER), {"tree_nodes": 12, "num_speculative_tokens": 3}, [None, {"method": "ngram"}]),
+    "a draft model with windows": (Case("gemma3_text", config={**SMALLER, "sliding_window": 32}), {}, [None, {"num_speculative_tokens": 10}]),
+    "capped scores": (Case("gemma2", config={**SMALLER, "sliding_window": 32}), {}, [None, {"num_speculative_tokens": 10}]),
+    "PARD": (Case("qwen3", config={**SMALLER, "pard_token": 8000}), {}, [None, {"num_speculative_tokens": 6}, {"num_speculative_tokens": 16}]),
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_nothing_is_compiled_for_requests(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a server of few requests, whose captured steps have few rows: of what kernels are asked for, all was there when it was ready."""
+    make_model(Case("llama", config=TARGET), tmp_path / "target")
+    drafter, speculation, choices = SERVERS[server]
+    if drafter is not None:
+        make_model(drafter, tmp_path / "drafter")
+        speculation = {"method": "draft_model", "model": str(tmp_path / "drafter"), **speculation}
+    asked: set[tuple[str, Any]] = set()
+    find = _load._kernel
+
+    def note(index: int, source: str, name: str, defines: Any, *others: Any) -> Any:
+        asked.add((source, defines))
+        return find(index, source, name, defines, *others)
+
+    monkeypatch.setattr(_load, "_kernel", note)
+    options = {"device": "cuda", "dtype": "bfloat16", "max_batch_size": 2, "page_size": 16, "kv_cache_memory": "64MiB", "max_num_batched_tokens": 512}
+    llm = serve(tmp_path / "target", options, **speculation)
+    ready = set(asked)
+    prompts = [{"prompt_token_ids": random_tokens(length, length)} for length in (3, 20, 50, 100, 180, 300)]
+    for choice in choices:
+        for lasting in ({"max_tokens": 24}, {"max_tokens": 2, "echo": True, "logprobs": 2}):
+            params = SamplingParams(temperature=0.0, ignore_eos=True, **lasting)
+            llm.generate(prompts, params, speculative=choice, use_tqdm=False)
+    llm.close()
+    assert asked <= ready, sorted(asked - ready, key=str)
