@@ -70,16 +70,16 @@ class QuantizationConfig(Section):
     """FastDeploy's place for `kv_cache_dtype`: float8_e4m3fn is fp8. Not for drafters: they keep keys and values in the model's dtype."""
 
     def __post_init__(self) -> None:
-        general = None if self.quantization in (None, MIXED) else normalize_scheme("quantization.quantization", self.quantization)
+        general = None if self.quantization in (None, MIXED) else normalize_scheme("quantization", self.quantization)
         for key in ("dense_quant_type", "moe_quant_type", "head_quant_type"):
             value = getattr(self, key)
             if value is not None:
-                object.__setattr__(self, key, normalize_scheme(f"quantization.{key}", value))
+                object.__setattr__(self, key, normalize_scheme(key, value))
             elif key != "head_quant_type":
                 object.__setattr__(self, key, general)
         object.__setattr__(self, "quantization", None)  # what it says, the others say now
         if self.kv_cache_quant_type is not None:
-            cache = normalize_cache_dtype("quantization.kv_cache_quant_type", self.kv_cache_quant_type)
+            cache = normalize_cache_dtype("kv_cache_quant_type", self.kv_cache_quant_type)
             object.__setattr__(self, "kv_cache_quant_type", cache)
 
     @property

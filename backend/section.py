@@ -48,7 +48,10 @@ class Section:
             if name in arguments:
                 raise ConfigError(f"{where}{name} is given twice (as {key!r} too)")
             arguments[name] = _convert(f"{where}{name}", value, hints[name])
-        return cls(**arguments)
+        try:
+            return cls(**arguments)
+        except ConfigError as error:  # which names the key alone: another section may have one of that name
+            raise ConfigError(f"{where}{error}") from None
 
 
 def _convert(key: str, value: object, hint: Any) -> object:

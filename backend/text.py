@@ -197,8 +197,9 @@ class Tokenizer:
         return cut_at(text, end) if continues else text
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
-        """The token sequences that spell `word`, at the start of a word and inside one."""
-        found = {tuple(self.encode(w, add_special_tokens=False)) for w in (word, " " + word.lstrip())}
+        """The token sequences that spell `word`, at the start of a word and inside one. Of spaces alone there are no others."""
+        bare = word.lstrip(" ")  # and of nothing else: " " is not how a line break is spelt
+        found = {tuple(self.encode(w, add_special_tokens=False)) for w in (word, " " + bare if bare else word)}
         return [ids for ids in sorted(found) if ids]
 
 

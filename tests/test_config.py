@@ -267,6 +267,26 @@ def test_keys_of_other_engines_are_taken() -> None:
         SpeculativeConfig.from_dict({"method": "ngram", "prompt_lookup_min": "2"})
 
 
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"quantization": "other"}, "quantization"),
+        ({"quantization": {"moe_quant_type": "other"}}, "quantization.moe_quant_type"),
+        ({"speculative_config": {"method": "mtp", "quantization": "other"}}, "speculative_config.quantization"),
+        ({"speculative_config": {"method": "mtp", "quantization": {"quantization": "other"}}}, "speculative_config.quantization.quantization"),
+        ({"speculative_config": {"method": "mtp", "model": ""}}, "speculative_config.model"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 17}}, "speculative_config.num_speculative_tokens"),
+        ({"parallel_config": {"ranks": "other"}}, "parallel_config.ranks"),
+        ({"disaggregation": {"role": "other"}}, "disaggregation.role"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_its_section(values: dict[str, Any], key: str) -> None:
+    """Whole: the engine and its drafter both have a quantization and a model."""
+    for where in ("", "decode: "):
+        with pytest.raises(ConfigError, match=f"^{where}{re.escape(key)} must be "):
+            EngineConfig.from_dict(values, where)
+
+
 @pytest.mark.parametrize("method", [{}, {"method": None}], ids=["omitted", "null"])
 @pytest.mark.parametrize(
     ("values", "message"),

@@ -268,8 +268,10 @@ def test_trees_are_those_of_the_formulas(drafter: tuple[Drafter, Path], target: 
 def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> None:
     """The server's own number is an error; a request's is a limit."""
     make(MEDUSA, tmp_path / "drafter", target[0])
-    with pytest.raises(ConfigError, match=r"num_model_steps is 5; the drafter in .* makes 4 drafts a step at most"):
+    with pytest.raises(ConfigError, match=r"num_model_steps is 5; the drafter in .* makes 4 drafts a step at most: .* it is num_speculative_tokens$"):
         serve(target[1], method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
+    with pytest.raises(ConfigError, match=r"num_model_steps is 5; the drafter in .* makes 4 drafts a step at most$"):
+        serve(target[1], method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=8, num_model_steps=5)
     llm = serve(target[1], method="medusa", model=str(tmp_path / "drafter"))
     (result,) = llm.generate(["x"], speculative={"num_speculative_tokens": 9}, use_tqdm=False)
     assert len(result.outputs[0].stats.accepted_per_position) == NUM_DRAFTS

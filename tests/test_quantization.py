@@ -300,7 +300,7 @@ def test_names_of_types(value: object, dense: str | None, experts: str | None, h
 )
 def test_names_that_are_none(value: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        normalize_quantization("quantization", QuantizationConfig.from_dict(value) if isinstance(value, dict) else value)
+        normalize_quantization("quantization", QuantizationConfig.from_dict(value, "quantization.") if isinstance(value, dict) else value)
     assert message in str(caught.value)
 
 

@@ -268,6 +268,12 @@ def test_bad_words_are_banned_at_the_start_of_a_word_and_inside_one() -> None:
     assert all(found) and TOKENIZER.encode_bad_word("\u00e9")
 
 
+@pytest.mark.parametrize("word", ["\n", "\n\n", "\t", "    ", "\nreturn"])
+def test_bad_words_that_begin_with_white_space_ban_nothing_else(word: str) -> None:
+    """A line break that must not come leaves spaces, and words after spaces, alone."""
+    assert all(word in TOKENIZER.decode(ids) for ids in TOKENIZER.encode_bad_word(word))
+
+
 def test_missing_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json is missing") as caught:
         Tokenizer(tmp_path)

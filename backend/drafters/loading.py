@@ -93,9 +93,9 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
             f"{MAX_TREE_LAYERS} with trees: leave it out, or take fewer num_speculative_tokens"
         )
     if steps > drafter.max_drafts:
-        raise ConfigError(
-            f"speculative_config.num_model_steps is {steps}; the drafter in {_find_folder(config)} makes {drafter.max_drafts} drafts a step at most"
-        )
+        default = ": without it, it is num_speculative_tokens" if steps == speculative.num_speculative_tokens else ""  # which alone may be given
+        made = f"the drafter in {_find_folder(config)} makes {drafter.max_drafts} drafts a step at most"
+        raise ConfigError(f"speculative_config.num_model_steps is {steps}; {made}{default}")
     if steps == 1 < most and speculative.mtp_strategy == "default":
         made = f"the drafter in {_find_folder(config)} makes up to {min(most, MAX_SPECULATIVE_TOKENS)} for little more"
         logger.warning("speculative_config.num_speculative_tokens is 1, which is its default: %s", made)
