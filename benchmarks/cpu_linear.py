@@ -1,6 +1,6 @@
-"""Products of float32 weights on one CPU thread, by how the weights lie: what a step of the bundled model multiplies, each weight once.
+"""Products of float32 weights on one CPU thread, by how the weights lie: what a step of a model multiplies, each weight once.
 
-    python -m benchmarks.cpu_linear [--rows N ...] [--rounds N]
+    python -m benchmarks.cpu_linear [--rows N ...] [--rounds N] [--model bundled|smollm2|llama-1b]
 
 Milliseconds of processor time, the least of all rounds, forms in turns: other work on the machine does not count. `benchmarks.speculation`
 shows what it is in whole steps.
@@ -15,14 +15,19 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-SHAPES = [(512, 192), (192, 256), (1024, 192), (192, 512)] * 20 + [(4096, 192)]
-"""[out, in] of the bundled model's projections: 20 layers and the head, 38.5 MB."""
-REPEATS = 20
+Shapes = list[tuple[int, int]]
+SHAPES: dict[str, Shapes] = {
+    "bundled": [(512, 192), (192, 256), (1024, 192), (192, 512)] * 20 + [(4096, 192)],
+    "smollm2": [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)],
+    "llama-1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)] * 4,
+}
+"""[out, in] of projections: the bundled model's (20 layers and the head, 38.5 MB), SmolLM2-135M's (538 MB), four layers of Llama-3.2-1B's (973 MB)."""
+REPEATS = {"bundled": 20, "smollm2": 2, "llama-1b": 1}
 
 
-def measure(rows: int, rounds: int) -> dict[str, float]:
-    weights = [torch.randn(shape) for shape in SHAPES]
-    inputs = [torch.randn(rows, shape[1]) for shape in SHAPES]
+def measure(shapes: Shapes, rows: int, rounds: int, repeats: int) -> dict[str, float]:
+    weights = [torch.randn(shape) for shape in shapes]
+    inputs = [torch.randn(rows, shape[1]) for shape in shapes]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
     transposed = [weight.t().contiguous() for weight in weights]
 
@@ -44,9 +49,9 @@ def measure(rows: int, rounds: int) -> dict[str, float]:
         for name, run in forms.items():
             run()
             started = time.process_time()
-            for _ in range(REPEATS):
+            for _ in range(repeats):
                 run()
-            best[name] = min(best[name], 1e3 * (time.process_time() - started) / REPEATS)
+            best[name] = min(best[name], 1e3 * (time.process_time() - started) / repeats)
     return best
 
 
@@ -54,10 +59,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 256])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--model", choices=list(SHAPES), default="bundled")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for rows in options.rows:
-        best = measure(rows, options.rounds)
+        best = measure(SHAPES[options.model], rows, options.rounds, REPEATS[options.model])
         print(f"{rows:4d} rows: " + ", ".join(f"{name} {own:.2f} ms" for name, own in best.items()), flush=True)
 
 

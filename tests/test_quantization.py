@@ -16,7 +16,7 @@ from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import Linear, make_linear, quantize
+from backend.quantization import Linear, dense, make_linear, quantize
 from backend.quantization.dense import DenseLinear, PackedLinear, TransposedLinear
 from backend.quantization.experts import stack
 from backend.quantization.quantized_linear import QuantizedLinear
@@ -331,6 +331,14 @@ def test_interleaved_codes_are_the_same_weight() -> None:
         assert torch.equal(made.part(1, 2).expand(), packed.expand()[len(packed.codes) // 2 :])
     odd = QuantizedWeight(torch.zeros(4, 24, dtype=torch.int8), torch.ones(4, 1))
     assert odd.interleave() is odd
+
+
+@pytest.mark.skipif(not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="torch without MKL or oneDNN")
+@pytest.mark.parametrize("is_intel", [False, True])
+def test_how_dense_weights_lie(is_intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "is_intel", lambda: is_intel)
+    few, many = torch.randn(1024, 512), torch.randn(1025, 512)
+    assert isinstance(make_linear(few), TransposedLinear) and isinstance(make_linear(many), TransposedLinear if is_intel else PackedLinear)
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, TransposedLinear])

@@ -53,10 +53,13 @@ class DenseLinear:
 
 
 class TransposedLinear(UnfusedLinear):
-    """Dense weights [in, out] in float32, for Intel's processors: MKL reads them once for up to some rows, where it reads those of
-    [out, in] (and oneDNN its own layout) two to four times as long (`benchmarks.cpu_linear`)."""
+    """Dense weights [in, out] in float32, for Intel's processors, and small ones for any: MKL reads them once for up to some rows, where it reads
+    those of [out, in] (and on Intel's oneDNN its own layout) two to four times as long (`benchmarks.cpu_linear`)."""
 
     __slots__ = ("bias", "weight")
+
+    MAX_SMALL = 1 << 19
+    """Weights. So few take MKL no longer than oneDNN on AMD's processors, which spends 20 us on finding a product's code."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight.t().contiguous()
@@ -64,7 +67,8 @@ class TransposedLinear(UnfusedLinear):
 
     @staticmethod
     def is_usable(weight: torch.Tensor) -> bool:
-        return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available() and is_intel()
+        is_possible = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available()
+        return is_possible and (is_intel() or weight.numel() <= TransposedLinear.MAX_SMALL)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
@@ -76,7 +80,7 @@ class TransposedLinear(UnfusedLinear):
 
 
 class PackedLinear(UnfusedLinear):
-    """Dense weights in oneDNN's blocked layout, for CPU: on AMD processors torch's own product (MKL) is the slower one."""
+    """Dense weights in oneDNN's blocked layout, for CPU: of many weights on AMD's processors torch's own product (MKL) is the slower one."""
 
     __slots__ = ("bias", "weight")
 
