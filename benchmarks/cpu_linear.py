@@ -21,7 +21,7 @@ SHAPES: dict[str, Shapes] = {
     "smollm2": [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)],
     "llama-1b": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)] * 4,
 }
-"""[out, in] of projections: the bundled model's (20 layers and the head, 38.5 MB), SmolLM2-135M's (538 MB), four layers of Llama-3.2-1B's (973 MB)."""
+"""[out, in] of projections: the bundled model's (20 layers and the head, 38.5 MB), SmolLM2-135M's (538 MB), four layers of Llama-3.2-1B's (973)."""
 REPEATS = {"bundled": 20, "smollm2": 2, "llama-1b": 1}
 
 
