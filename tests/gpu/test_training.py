@@ -16,7 +16,7 @@ EXTRA = {
     "mtp": ["--drafts", "2", "--answers", "12"],
     "eagle3": ["--drafts", "3", "--draft-vocab-size", "1024"],
     "medusa": ["--drafts", "2", "--states", "states", "--lr", "0.02"],
-    "dflash": ["--block-size", "4", "--layers", "2"],
+    "dflash": ["--block-size", "4", "--layers", "2", "--steps", "600"],  # of 60 steps 5% of its drafts stand, on a CPU too
     "dspark": ["--block-size", "3", "--layers", "2", "--markov-rank", "16"],
 }
 
@@ -32,5 +32,5 @@ def test_a_drafter_is_trained_and_measured(kind: str, tmp_path: Path) -> None:
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr[-3000:]
     result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert result["options"]["kind"] == kind and result["last"]["step"] == 60
+    assert result["options"]["kind"] == kind and result["last"]["step"] == result["options"]["steps"]
     assert result["report"]["accepted_length"] > 1.1, result["report"]

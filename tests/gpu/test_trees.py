@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -268,17 +271,24 @@ def test_tokens_are_the_cpus(server: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_recycled_is_the_cpus() -> None:
-    """Rows of nobody, of which there are some in most steps, teach nothing. Of a token that several rows have, one of them does."""
-    params, known = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True), []
+    """Rows of nobody, of which there are some in most captured steps, teach nothing. Without drafts, so that both devices see the same rows; compared
+    for tokens that one row had, for of several any may be the last."""
+    params, known, seen = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), [], Counter[int]()
+    prompts = np.random.default_rng(5).permutation(np.arange(300, 3300))[: 60 * 5].reshape(60, 5).tolist()
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     for device in ("cpu", "cuda"):
-        speculation = {**SERVERS["token recycling"], "adaptive": False}
-        llm = LLM(device=device, dtype="float32", max_batch_size=8, speculative_config=speculation)
-        outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in code_prompts(5, seed=3)]
+        llm = LLM(device=device, dtype="float32", max_batch_size=8, speculative_config={**SERVERS["token recycling"], "adaptive": False})
+        while device == "cuda" and llm.engine._capture():
+            pass
+        batches = [llm.generate(asked[i : i + 3], params, speculative={"method": "none"}, use_tqdm=False) for i in range(0, 60, 3)]
         drafter: Any = llm.engine.worker.drafter
         tokens = torch.arange(llm.engine.worker.model.vocab_size, device=device)[:, None]
-        known.append((drafter.recall([tokens], 4).cpu(), sum(output.stats.accepted for output in outputs)))
+        known.append(drafter.recall([tokens], 4).cpu())
+        answers = [result.outputs[0].token_ids for result in chain(*batches)]
+        seen = Counter(chain(*(prompt[-1:] + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True))))
         llm.close()
-    (exact, accepted), (found, same) = known
-    is_known = (exact >= 0).any(1)
-    num_other = int((exact != found)[is_known].any(1).sum())
-    assert num_other < 0.2 * int(is_known.sum()) and abs(accepted - same) < 0.1 * accepted, (num_other, int(is_known.sum()), accepted, same)
+    exact, found = known
+    assert ((found >= 0).any(1).nonzero()[:, 0]).tolist() == sorted(seen)
+    once = [token for token, count in seen.items() if count == 1]
+    differs = (exact[once] != found[once]).any(1).sum()
+    assert len(once) > 200 and differs <= 2, (len(once), differs)  # near-ties of float32
