@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_exchange [--ranks 2] [--hidden 4096] [--vocabulary 128256] [--rows 1 8 32 128]
 
 Sums are added to the residual stream, as after each attention and each MLP, large ones by shares too; gathers are of the scores of a vocabulary
-that is split.
+that is split, whole on each rank, or a share of the rows on each, which tells the others a token for each ("told").
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
         nccl = dataclasses.replace(ours, peers=None, scattered=None)
         if rank == 0:
             print(f"{size} x {torch.cuda.get_device_name(device)}, bfloat16, us an exchange\n")
-            print(f"| rows | sum of {arguments.hidden} | NCCL and an addition | by shares | gather of {arguments.vocabulary} | NCCL and a copy |")
-            print("|---|---|---|---|---|---|")
+            columns = [f"sum of {arguments.hidden}", "NCCL and an addition", "by shares", f"gather of {arguments.vocabulary}", "NCCL and a copy"]
+            print(f"| rows | {' | '.join([*columns, 'a share of the rows', 'told'])} |")
+            print("|---|---|---|---|---|---|---|---|")
         for rows in arguments.rows:
             x, part = (torch.zeros(rows, arguments.hidden, device=device, dtype=torch.bfloat16) for _ in range(2))
             scores = torch.zeros(rows, arguments.vocabulary // size, device=device, dtype=torch.bfloat16)
@@ -71,8 +72,10 @@ def measure(rank: int, arguments: argparse.Namespace, port: int) -> None:
             if ours.scattered is not None and scattered.can_scatter(x, size):
                 shares = f"{microseconds(partial(add_as_it_is, ours.scattered, x, part)):.1f}"
             gathers = [microseconds(partial(own.gather_vocabulary, scores, arguments.vocabulary)) for own in (ours, nccl)]
+            words = torch.zeros(-(-rows // (4 * size)) * 8, device=device, dtype=torch.int32)
+            gathers += [microseconds(partial(ours.share_rows, scores)), microseconds(partial(ours.gather_words, words))]
             if rank == 0:
-                print(f"| {rows} | {sums[0]:.1f} | {sums[1]:.1f} | {shares} | {gathers[0]:.1f} | {gathers[1]:.1f} |", flush=True)
+                print(f"| {rows} | {sums[0]:.1f} | {sums[1]:.1f} | {shares} | {' | '.join(f'{own:.1f}' for own in gathers)} |", flush=True)
         ours.least(0, device)
         ours.close()
 

@@ -250,3 +250,49 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     slots.end(turns, turn);
 }
+
+// part [rows, row_vectors] of each rank -> out [count, RANKS * row_vectors]: of the rows that are this rank's, from rank * share on, what each rank has.
+// Where there are fewer rows the last one is sent in their place, so that every block gets something from every rank: by that it knows them to have
+// gone on.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    share_rows(Element* out, const Element* part, unsigned char* const* memories, uint32_t* turns, int rows, int share, int count, int row_vectors,
+               int per_thread, int num_regions, int region, int rank) {
+    const int begin = blockIdx.x * THREADS * per_thread + threadIdx.x, num_vectors = count * row_vectors;
+    launch_dependents();
+    Slots slots(memories, num_regions, region, rank);
+    wait_for_earlier();
+    const uint32_t turn = slots.begin(turns);
+    const auto target = [&](int place, int source) {
+        const int row = place / row_vectors;
+        return out + (static_cast<size_t>(row * RANKS + source) * row_vectors + place - row * row_vectors) * V::SIZE;
+    };
+    for (int i = 0; i < per_thread; ++i) {
+        const int place = begin + i * THREADS;
+        if (place >= num_vectors) break;
+        const int row = place / row_vectors, column = place - row * row_vectors;
+        V own[RANKS];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r)
+            own[r].bits = sendable(load_fresh(part + (static_cast<size_t>(min(r * share + row, rows - 1)) * row_vectors + column) * V::SIZE).bits);
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r)
+            if (r == rank) store(target(place, r), own[r]);
+            else put(slots.at(slots.memories[r], rank, i), own[r].bits);
+    }
+    for (int first = 0; first < per_thread; first += TOGETHER) {
+        uint4 others[TOGETHER][RANKS];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (first + i < per_thread && begin + (first + i) * THREADS < num_vectors) slots.look_for(first + i, others[i]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const int place = begin + (first + i) * THREADS;
+            if (first + i >= per_thread || place >= num_vectors) continue;
+            slots.take(first + i, others[i]);
+#pragma unroll
+            for (int r = 0; r < RANKS; ++r)
+                if (r != rank) store(target(place, r), V(others[i][r]));
+        }
+    }
+    slots.end(turns, turn);
+}

@@ -135,3 +135,28 @@ def all_gather(part: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
     arguments = (num_vectors, num_vectors // rows, per_thread, NUM_REGIONS, _region_bytes(memory.size), memory.rank)
     _kernel(part, memory, "all_gather")((blocks, 1), (THREADS, 1, 1), out, part, memory.addresses, memory.turns, *arguments)
     return out
+
+
+def can_share_rows(part: torch.Tensor) -> bool:
+    """As `can_all_reduce`, of parts [R, N] whose rows go to one rank each."""
+    return part.dim() == 2 and part.is_contiguous() and part.dtype in ELEMENTS and len(part) > 0 and part.shape[1] * part.element_size() % 16 == 0
+
+
+def share_rows(part: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
+    """[R, N] of each rank -> [S, size * N]: whole rows, of which rank r gets those from S * r on, S = ceil(R / size); past the last one anything.
+
+    Zeros may lose their sign. Called, and refused, as `all_reduce` is; as many exchanges as what goes at once takes.
+    """
+    if not can_share_rows(part):
+        raise ValueError(f"share_rows: part {tuple(part.shape)} of {part.dtype} must be contiguous, of rows of 16 bytes each")
+    (rows, width), size = part.shape, memory.size
+    share, row_vectors = -(-rows // size), width * part.element_size() // 16
+    out = part.new_empty(share, size * width)
+    together = max(1, MAX_GATHERED_BYTES // (size - 1) // (16 * row_vectors))
+    kernel = _kernel(part, memory, "share_rows")
+    for first in range(0, share, together):
+        count = min(together, share - first)
+        blocks, per_thread = _grid(count * row_vectors)
+        arguments = (rows - first, share, count, row_vectors, per_thread, NUM_REGIONS, _region_bytes(size), memory.rank)
+        kernel((blocks, 1), (THREADS, 1, 1), out[first:], part[first:], memory.addresses, memory.turns, *arguments)
+    return out

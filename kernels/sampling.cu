@@ -57,17 +57,18 @@ __device__ __forceinline__ int draw(const Row& row, bool has_mark, const Raw& sa
   return choose_among_many(row, params, top_k, limit, is_tried, all, mark, turn);
 }
 
-// Grid: rows * CLUSTER. Row j of a request follows its known tokens and the j drafts, or fewer of a tree, that lead to it; `ahead` of that are the positions that are drawn for. Padding rows get token 0.
+// Grid: rows * CLUSTER. The first one is number first_row of the step's. Row j of a request follows its known tokens and the j drafts, or fewer of a
+// tree, that lead to it; `ahead` of that are the positions that are drawn for. Padding rows get token 0.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
     choose(int* token_ids, bool* is_broken, Logit* logits, Requests table, const int* request_indices, const int* cu_logit_rows, int batch, int vocab_size,
-           int is_processed, int ahead) {
+           int is_processed, int ahead, int first_row) {
   const int index = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER;
   Row row;
   row.logits = logits + size_t(index) * vocab_size;
   row.vocab_size = vocab_size;
   row.first = block * THREADS + threadIdx.x;
   row.num_chunks = (vocab_size + 7) / 8;
-  const Owner owner = find_owner(request_indices, cu_logit_rows, batch, index, &shared.owner);
+  const Owner owner = find_owner(request_indices, cu_logit_rows, batch, first_row + index, &shared.owner);
   if (owner.request < 0) {
     if (block == 0 && threadIdx.x == 0) token_ids[index] = 0, is_broken[index] = false;
     return;
@@ -102,9 +103,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
 #if CLUSTER == 1
 // The rules alone, for those that want the processed logits. Grid: rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    process_logits(Logit* logits, Requests table, const int* request_indices, const int* cu_logit_rows, int batch) {
+    process_logits(Logit* logits, Requests table, const int* request_indices, const int* cu_logit_rows, int batch, int first_row) {
   __shared__ Owner cell;
-  const Owner owner = find_owner(request_indices, cu_logit_rows, batch, blockIdx.x, &cell);
+  const Owner owner = find_owner(request_indices, cu_logit_rows, batch, first_row + blockIdx.x, &cell);
   if (owner.request >= 0 && table.params[owner.index].flags & RULES) process(logits + size_t(blockIdx.x) * table.vocab_size, table, owner, 0);
 }
 #endif

@@ -81,21 +81,21 @@ def _check_rows(logits: torch.Tensor, table: RequestState, request_indices: torc
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; int32 [{length}] is needed")
 
 
-def process_logits(logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor) -> None:
+def process_logits(logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, first_row: int = 0) -> None:
     """Applies penalties, then biases, then bans of early stops to logits [R, V], in place.
 
-    Batch row b is request request_indices[b] of the table and has the rows cu_logit_rows[b] to cu_logit_rows[b + 1]; row j has its first j
-    drafts in the history. Rows past the last request's are left alone. float32, bfloat16 or float16, computed in float32 and rounded
-    once by each rule; request_indices [B] and cu_logit_rows [B + 1] int32.
+    Batch row b is request request_indices[b] of the table and has the rows cu_logit_rows[b] to cu_logit_rows[b + 1], of which logits are those
+    from first_row on; row j has its first j drafts in the history. Rows past the last request's are left alone. float32, bfloat16 or float16,
+    computed in float32 and rounded once by each rule; request_indices [B] and cu_logit_rows [B + 1] int32.
     """
     _check_rows(logits, table, request_indices, cu_logit_rows)
     if not logits.is_cuda:
-        return reference_table.process_logits(logits, table, request_indices, cu_logit_rows)
+        return reference_table.process_logits(logits, table, request_indices, cu_logit_rows, first_row)
     if not len(logits):
         return
     threads = _threads(len(logits))
     kernel = load(logits.device, "sampling", "process_logits", _defines(logits.dtype, logits.shape[1], 1, threads))
-    kernel((len(logits), 1), (threads, 1, 1), logits, table.arguments, request_indices, cu_logit_rows, len(request_indices))
+    kernel((len(logits), 1), (threads, 1, 1), logits, table.arguments, request_indices, cu_logit_rows, len(request_indices), first_row)
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -108,6 +108,7 @@ def choose(
     cu_logit_rows: torch.Tensor,
     outputs: Outputs | None = None,
     ahead: int = 0,
+    first_row: int = 0,
 ) -> Outputs:
     """The target's token for every row of processed logits [R, V] -> (token_ids [R] int32, is_broken [R] bool).
 
@@ -116,19 +117,24 @@ def choose(
     """
     _check_rows(logits, table, request_indices, cu_logit_rows)
     if not logits.is_cuda:
-        return reference_table.choose(logits, table, request_indices, cu_logit_rows, ahead)
-    return _choose(logits, table.arguments, request_indices, cu_logit_rows, outputs, is_processed=True, ahead=ahead)
+        return reference_table.choose(logits, table, request_indices, cu_logit_rows, ahead, first_row)
+    return _choose(logits, table.arguments, request_indices, cu_logit_rows, outputs, is_processed=True, ahead=ahead, first_row=first_row)
 
 
 def process_and_choose(
-    logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, outputs: Outputs | None = None
+    logits: torch.Tensor,
+    table: RequestState,
+    request_indices: torch.Tensor,
+    cu_logit_rows: torch.Tensor,
+    outputs: Outputs | None = None,
+    first_row: int = 0,
 ) -> Outputs:
     """`process_logits`, then `choose`, while the row is in the cache."""
     _check_rows(logits, table, request_indices, cu_logit_rows)
     if not logits.is_cuda:
-        reference_table.process_logits(logits, table, request_indices, cu_logit_rows)
-        return reference_table.choose(logits, table, request_indices, cu_logit_rows)
-    return _choose(logits, table.arguments, request_indices, cu_logit_rows, outputs, is_processed=False)
+        reference_table.process_logits(logits, table, request_indices, cu_logit_rows, first_row)
+        return reference_table.choose(logits, table, request_indices, cu_logit_rows, first_row=first_row)
+    return _choose(logits, table.arguments, request_indices, cu_logit_rows, outputs, is_processed=False, first_row=first_row)
 
 
 def _choose(
@@ -140,6 +146,7 @@ def _choose(
     *,
     is_processed: bool,
     ahead: int = 0,
+    first_row: int = 0,
 ) -> Outputs:
     rows, vocab_size = logits.shape
     token_ids, is_broken = outputs or (logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.bool))
@@ -149,7 +156,7 @@ def _choose(
     defines, shared = choose_shape(rows, vocab_size, logits.dtype, gpu)
     cluster, threads = int(defines["CLUSTER"]), int(defines["THREADS"])
     kernel = load(logits.device, "sampling", "choose", defines, min(MAX_SHARED, gpu.block_memory - STATIC_SHARED))
-    sizes = (len(request_indices), vocab_size, int(is_processed), ahead)
+    sizes = (len(request_indices), vocab_size, int(is_processed), ahead, first_row)
     inputs = (logits, requests, request_indices, cu_logit_rows)
     kernel((rows * cluster, 1), (threads, 1, 1), token_ids, is_broken, *inputs, *sizes, shared=shared)
     return token_ids, is_broken

@@ -25,11 +25,14 @@ from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, RanksDiffer, Verdict
 from backend.models.layers import Part, Weights
 from backend.models.loader import DummyCheckpoint
 from backend.models.spec import Projection
+from backend.parallel import ranks as ranks_of
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
 from backend.quantization.dense import DenseLinear
 from backend.speculative_config import HEAD_METHODS
+from backend.step import program
 from backend.step.plan import StepPlan
+from backend.step.shared_rows import choose_own_rows
 from backend.step.worker import Begun, Launched, Results
 from kernels import scattered
 from tests.conftest import code_prompts
@@ -102,6 +105,27 @@ def test_four_ranks_whose_pages_run_out(llm_one: LLM, expected: list[list[list[i
     heads, of_all = engine.worker.model.heads, llm_one.engine.worker.model.heads
     assert (heads[0] * 4, heads[1] * 2) == (of_all[0], of_all[1])
     llm.close()
+
+
+def test_ranks_choose_a_share_of_the_rows(llm_one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests whose rows lie on several ranks, of all kinds: where one needs all rows, all of the step's go to all."""
+    monkeypatch.setattr(ranks_of, "MIN_SHARED_ROWS", 2)
+    size, shared, kinds = 4, [], []
+    monkeypatch.setattr(program, "choose_own_rows", lambda *own: shared.append((own[4], len(own[0]))) or choose_own_rows(*own))
+    with as_threads():
+        llm = LLM(speculative_config=SPECULATION, tensor_parallel_size=size, num_threads=1)
+    for chosen in (CASES, [case for case in CASES[1:4] if "bad_words" not in case[1]]):
+        requests = [(p, c, {**s, "ignore_eos": True, "max_tokens": 10, "min_tokens": i}) for c, s in chosen for i, p in enumerate(PROMPTS)]
+        prompts, choices, values = zip(*requests)
+        params = [SamplingParams(**own) for own in values]
+        found, wanted = (
+            [r.outputs[0].token_ids for r in own.generate(prompts, params, speculative=choices, use_tqdm=False)] for own in (llm, llm_one)
+        )
+        assert found == wanted
+        kinds.append({(rows, share) for rows, share in shared})
+    llm.close()
+    assert len(kinds[1] - kinds[0]) > 4 and any(rows % size for rows, _ in kinds[1])
+    assert all(share == -(-rows // size) for rows, share in kinds[1])
 
 
 def test_masks_follow_to_ranks_that_launch_ahead(llm_one: LLM) -> None:

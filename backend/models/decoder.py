@@ -170,5 +170,11 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.logits(hidden)
 
+    def can_share_rows(self, num_rows: int) -> bool:
+        return self._head.can_share(num_rows)
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head.own_logits(hidden)
+
     def draft_scores(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._draft_head.logits(hidden)

@@ -31,3 +31,12 @@ class Head:
         """[R, hidden] -> [R, N] in the model's dtype."""
         logits = self._ranks.gather_vocabulary(self._linear(hidden), self._count)
         return logits if self._soft_cap is None else ops.soft_cap(logits, self._soft_cap)
+
+    def can_share(self, num_rows: int) -> bool:
+        """Whether each rank had better have a share of so many rows."""
+        return self._ranks.can_share_rows(num_rows, self._count)
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [S, N] of this rank's share of the rows, as `Ranks.share_rows` has it."""
+        logits = self._ranks.share_rows(self._linear(hidden))
+        return logits if self._soft_cap is None else ops.soft_cap(logits, self._soft_cap)

@@ -117,6 +117,14 @@ class Model(Protocol):
         """[R, hidden] -> [R, V] in the model's dtype."""
         ...
 
+    def can_share_rows(self, num_rows: int) -> bool:
+        """Whether each rank had better score a share of so many rows alone."""
+        ...
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [S, V], those of this rank (`Ranks.share_rows`)."""
+        ...
+
     draft_ids: torch.Tensor | None
     """[N] int64 ascending: the tokens that a model drafter may draft; None: all."""
 

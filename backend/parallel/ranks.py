@@ -18,13 +18,15 @@ import torch.distributed as dist
 from backend.errors import ConfigError
 from backend.parallel.split import check_divides
 from kernels import peer_memory, scattered
-from kernels.all_reduce import PeerMemory, all_gather, all_reduce, can_all_gather, can_all_reduce, meet_peers
+from kernels.all_reduce import PeerMemory, all_gather, all_reduce, can_all_gather, can_all_reduce, can_share_rows, meet_peers, share_rows
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 UNIT = 8
 """Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
+MIN_SHARED_ROWS = 32
+"""Of fewer rows each rank chooses all tokens: another exchange takes longer than that."""
 WHOLE = (slice(None),)
 """All rows at once."""
 
@@ -132,6 +134,26 @@ class Ranks:
             own.append(part[..., end - tokens.start :])
             end = tokens.stop
         return torch.cat(own, dim=-1)
+
+    def can_share_rows(self, num_rows: int, count: int) -> bool:
+        """Whether `share_rows` takes so many rows of the scores of `count` tokens and is the faster way; the same on every rank."""
+        return self.size > 1 and num_rows >= MIN_SHARED_ROWS and count % (self.size * UNIT) == 0
+
+    def share_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, tokens of this rank] -> [S, tokens of all]: the rows from rank * S on, S = ceil(R / size); past row R - 1 anything."""
+        if self.peers is not None and can_share_rows(x):
+            return share_rows(x, self.peers)
+        share = -(-len(x) // self.size)
+        x = torch.nn.functional.pad(x, (0, 0, 0, share * self.size - len(x)))
+        parts = x.new_empty(self.size, share, x.shape[1])
+        self._group.alltoall_base(parts.flatten(0, 1), x.contiguous(), [], []).wait()
+        return parts.transpose(0, 1).reshape(share, -1)
+
+    def gather_words(self, words: torch.Tensor) -> torch.Tensor:
+        """int32 [N] of each rank, of which none is -2^31 and N divides by 4 -> [size, N]."""
+        if self.peers is not None:
+            return all_gather(words.view(torch.float32)[None], self.peers).view(torch.int32).view(self.size, -1)
+        return self.gather(words)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]: what each rank has."""

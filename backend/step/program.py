@@ -25,6 +25,7 @@ from backend.step.draft_phase import DraftPhase
 from backend.step.options import Options
 from backend.step.pieces import Pieces
 from backend.step.scores import score_emitted, score_prompt, score_width
+from backend.step.shared_rows import NEED_ALL, choose_own_rows
 from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops, step_rows
 from kernels.request_table import RequestTable
@@ -278,7 +279,9 @@ class Program:
         assert rows is not None
         indices, cu = step.indices, rows.cu_logit_rows
         is_all = not step.shape.num_prompts or self._wants_few(step.shape)
-        logits = self._model.logits(step.hidden if is_all else step.hidden[rows.logit_rows])
+        states = step.hidden if is_all else step.hidden[rows.logit_rows]
+        is_shared = not options & NEED_ALL and not self.remembers_rows and self._model.can_share_rows(len(states))
+        logits = self._model.own_logits(states) if is_shared else self._model.logits(states)
         if Options.FLOAT32 in options:
             logits = logits.float()
         raw = logits.clone() if Options.LOGPROBS in options else logits
@@ -289,7 +292,10 @@ class Program:
             ops.mask_logits(logits, self.masks, step.fields[MASK], cu)
         if Options.BAD_WORDS in options:
             self.bad_words.ban(logits, indices, cu, step.shape.num_queries)
-        chosen, is_broken = ops.process_and_choose(logits, table, indices, cu)
+        if is_shared:
+            chosen, is_broken = choose_own_rows(logits, table, indices, cu, len(states), self._model.ranks)
+        else:
+            chosen, is_broken = ops.process_and_choose(logits, table, indices, cu)
         if self._config.accept_policy == "simulated":
             ops.simulate_acceptance(chosen, table, indices, cu, self._config.simulated_acceptance_rate)
         path = None

@@ -47,9 +47,17 @@ def _see(table: RequestState, index: int, token_ids: np.ndarray, is_prompt: bool
         arrays.seen[index, places[ids] - 1, 1] += counts.astype(np.int32)
 
 
-def process_logits(logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor) -> None:
+def process_logits(logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, first_row: int = 0) -> None:
     """Penalties, biases and bans of each row, in place."""
     arrays, indices, starts = table.arrays, request_indices.numpy(), cu_logit_rows.numpy()
+    if first_row or len(logits) < starts[-1]:  # a request may have some of its rows here, and rules go by where a row is among them
+        begin, end = first_row, min(first_row + len(logits), int(starts[-1]))
+        if begin < end:
+            whole = logits.new_zeros(int(starts[-1]), logits.shape[1])
+            whole[begin:end] = logits[: end - begin]
+            process_logits(whole, table, request_indices, cu_logit_rows)
+            logits[: end - begin] = whole[begin:end]
+        return
     flags = arrays.params["flags"][indices]
     has_rules = flags & RULES != 0
     if not has_rules.any():
@@ -100,11 +108,11 @@ def _penalize(rows: torch.Tensor, table: RequestState, index: int) -> None:
 
 
 def choose(
-    logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, ahead: int = 0
+    logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, ahead: int = 0, first_row: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's token of each row [R] int32, and whether one of its logits is NaN or +inf [R]."""
     starts, num_rows, vocab_size = cu_logit_rows.numpy(), *logits.shape
-    total = int(starts[-1])
+    total = min(max(int(starts[-1]) - first_row, 0), num_rows)
     values = logits[:total].float().numpy()
     best = values.argmax(axis=1)
     # Where a logit is NaN, or else +inf, the greatest is that one.
@@ -114,11 +122,11 @@ def choose(
     token_ids[:total] = best
     indices = request_indices.numpy()
     is_drawn = table.arrays.params["flags"][indices] & GREEDY == 0
-    if is_drawn.any():
+    if total and is_drawn.any():
         counts = starts[1:] - starts[:-1]
-        owners = np.repeat(np.arange(len(counts)), counts)
+        owners = np.repeat(np.arange(len(counts)), counts)[first_row : first_row + total]
         drawn = np.flatnonzero(is_drawn[owners])
-        mine, places = indices[owners[drawn]], drawn - starts[owners[drawn]]
+        mine, places = indices[owners[drawn]], first_row + drawn - starts[owners[drawn]]
         positions = torch.from_numpy(table.arrays.num_tokens[mine].astype(np.int64) + count_depths(table, mine, places) + ahead)
         own = torch.from_numpy(mine).long()
         parameters = (table.temperature[own], table.top_k[own], table.top_p[own], table.min_p[own], table.seeds[own])

@@ -23,7 +23,7 @@ from backend import LLM, SamplingParams
 from backend.parallel.ranks import Ranks, await_rows, make_ranks
 from kernels import scattered
 from kernels._load import device_stream
-from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_TWO_SHOT_BYTES, can_all_gather, can_all_reduce, meet_peers
+from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_TWO_SHOT_BYTES, can_all_gather, can_all_reduce, can_share_rows, meet_peers
 from tests.conftest import code_prompts, greedy
 from tests.families import Case, make_model, random_tokens
 from tests.test_latents import DEEPSEEK
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 MEET = timedelta(seconds=60)
 SHAPES = [(1, 8), (1, 4096), (3, 4096), (128, 4096), (7, 1032), (64, 8192), (250, 2048), (192, 5120), (2, 16), (33, 576), (301, 4104)]
-GATHERED = [(1, 64128), (8, 64128), (32, 64128), (128, 64128), (129, 64128), (5, 8), (3, 1032), (192, 512)]
+GATHERED = [(1, 64128), (8, 64128), (32, 64128), (128, 64128), (129, 64128), (770, 64128), (5, 8), (3, 1032), (192, 512)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SAVES = (kernels.all_reduce.TWO_SHOT_SAVES, 0)
 """What is added in shares: large sums, and all that go by the kernels."""
@@ -71,6 +71,7 @@ def check_sums(rank: int, size: int, port: int) -> None:
                     num_bytes = rows * width * parts[rank].element_size()
                     assert can_all_gather(parts[rank], size) == (num_bytes * (size - 1) <= MAX_GATHERED_BYTES)
                     assert torch.equal(ranks.gather_vocabulary(parts[rank], size * width), torch.cat(parts, dim=1))
+                    check_shares(ranks, parts)
                 check_odd_values(ranks, device, dtype)
         large = torch.full((MAX_TWO_SHOT_BYTES // 4 + 4,), float(rank + 1), device=device)
         assert not can_all_reduce(large, size) and float(ranks.all_reduce(large)[-1]) == size * (size + 1) / 2
@@ -83,11 +84,13 @@ def check_sums(rank: int, size: int, port: int) -> None:
                 part.mul_(0).add_(1)
                 ranks.add_sum(x, part)
                 gathered = ranks.gather_vocabulary(x, size * 4096)
+                shared = ranks.share_rows(x)
         for _ in range(3):
             x.zero_()
             graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(x, torch.full_like(x, 50 * size)) and torch.equal(gathered, torch.cat([x] * size, dim=1))
+        assert torch.equal(shared, gathered[: len(shared)])
         ranks.least(0, device)
         ranks.close()
 
@@ -116,10 +119,23 @@ def check_shared_gpus(rank: int, size: int, port: int) -> None:
                     assert torch.equal(x, torch.ones_like(total) + total)
                 if can_all_gather(parts[rank], size):
                     assert torch.equal(ranks.gather_vocabulary(parts[rank], size * shape[1]), torch.cat(parts, dim=1))
+                if can_share_rows(parts[rank]):
+                    check_shares(ranks, parts)
             check_odd_values(ranks, device, dtype)
         torch.cuda.synchronize()
         exchange("through", b"")
         peers.close()
+
+
+def check_shares(ranks: Ranks, parts: list[torch.Tensor]) -> None:
+    """Each row whole on one rank, also of more than one exchange takes; and what each rank says to all of its rows."""
+    whole, size, rank = torch.cat(parts, dim=1), len(parts), ranks.rank
+    share = -(-len(whole) // size)
+    own = ranks.share_rows(parts[rank])
+    assert own.shape == (share, whole.shape[1])
+    assert torch.equal(own[: max(0, len(whole) - rank * share)], whole[rank * share : (rank + 1) * share])
+    said = [torch.arange(-1, 4 * share + 3, dtype=torch.int32, device=whole.device) * (r + 1) for r in range(size)]
+    assert torch.equal(ranks.gather_words(said[rank]), torch.stack(said))
 
 
 class Times:

@@ -225,6 +225,11 @@ def test_process_and_choose(requests: int, vocab_size: int, max_len: int, dtype:
     fused, _ = process_and_choose(raw, here, request_indices.to(device), cu.to(device))
     torch.testing.assert_close(raw, got, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(fused, ids)
+    raw, parts = logits.to(device), []
+    for first in range(0, num_rows, share := -(-num_rows // 4)):  # as ranks do
+        parts.append(process_and_choose(raw[first : first + share], here, request_indices.to(device), cu.to(device), first_row=first))
+    torch.testing.assert_close(raw, got, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.cat([part[0] for part in parts]), ids) and not torch.cat([part[1] for part in parts]).any()
     ahead, _ = choose(got, here, request_indices.to(device), cu.to(device), ahead=3)
     here.num_tokens += 3
     assert torch.equal(choose(got, here, request_indices.to(device), cu.to(device))[0], ahead)
