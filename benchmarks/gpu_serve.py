@@ -1,9 +1,12 @@
 """Tokens per second through a real Triton server and gRPC streams against the same engine offline, on one GPU.
 
     python -m benchmarks.gpu_serve [--shape llama-8b] [--streams 1 128] [--methods none mtp] [--tensor-parallel 2 --ranks processes instances]
+        [--turns 4]
 
 Both run in turn on the same prompts of real code; weights are random and acceptance is simulated, as in gpu_step. Clients are processes
-of their own, so that it is the server that is measured. The server is the one on PATH (--backend-directory: its backends).
+of their own, so that it is the server that is measured. The server is the one on PATH (--backend-directory: its backends). With --turns N
+each stream asks N times, one after the other, and the engine offline has all the prompts at once, of which it runs as many as there are streams.
+The last columns: after how many ms the first and the last stream had their first token, and their last one.
 """
 
 from __future__ import annotations
@@ -40,25 +43,33 @@ def run_offline(llm: LLM, prompts: list[list[int]], outputs: int) -> float:
 
 
 def client() -> None:
-    """A process of streams: reads {address, prompts, outputs}, says that it is ready, starts on a line, prints tokens received."""
+    """A process of streams: reads {address, prompts of each stream, outputs}, says that it is ready, starts on a line, prints what each stream
+    received: [tokens, when it had the first and the last one by the machine's monotonic clock]."""
     from client import AsyncClient
 
     job = json.loads(sys.stdin.readline())
 
-    async def ask_all() -> int:
+    async def ask(own: AsyncClient, prompts: list[list[int]]) -> tuple[int, float, float]:
+        received, first = 0, 0.0
+        for ids in prompts:
+            async for chunk in own.stream(ids, max_tokens=job["outputs"], temperature=0.0, ignore_eos=True):
+                first = first or time.monotonic()
+                received += len(chunk.token_ids)
+        return received, first, time.monotonic()
+
+    async def ask_all() -> list[tuple[int, float, float]]:
         async with AsyncClient(job["address"], inactivity_timeout=120) as own:
             await own.generate([1, 2, 3], max_tokens=1)
             print("ready", flush=True)
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-            calls = [own.generate(ids, max_tokens=job["outputs"], temperature=0.0, ignore_eos=True) for ids in job["prompts"]]
-            return sum(len(answer[0].token_ids) for answer in await asyncio.gather(*calls))
+            return await asyncio.gather(*(ask(own, prompts) for prompts in job["prompts"]))
 
-    print(asyncio.run(ask_all()), flush=True)
+    print(json.dumps(asyncio.run(ask_all())), flush=True)
 
 
-def run_served(address: str, prompts: list[list[int]], outputs: int) -> float:
-    """Tokens a second of all prompts at once, from several client processes."""
-    parts = [prompts[i : i + MAX_STREAMS_OF_PROCESS] for i in range(0, len(prompts), MAX_STREAMS_OF_PROCESS)]
+def run_served(address: str, streams: list[list[list[int]]], outputs: int) -> tuple[float, list[int]]:
+    """Tokens a second of all streams, from several client processes, and the milliseconds to the first and the last stream's first and last token."""
+    parts = [streams[i : i + MAX_STREAMS_OF_PROCESS] for i in range(0, len(streams), MAX_STREAMS_OF_PROCESS)]
     command = [sys.executable, "-m", "benchmarks.gpu_serve", "--client"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in parts]
     for process, part in zip(processes, parts):
@@ -67,15 +78,17 @@ def run_served(address: str, prompts: list[list[int]], outputs: int) -> float:
         process.stdin.flush()
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    started = time.perf_counter()
+    started = time.monotonic()
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    received = sum(int(process.stdout.readline()) for process in processes if process.stdout is not None)
-    seconds = time.perf_counter() - started
-    assert received == len(prompts) * outputs, f"{received} tokens came of {len(prompts) * outputs}"
-    return received / seconds
+    answers = [answer for process in processes if process.stdout is not None for answer in json.loads(process.stdout.readline())]
+    seconds = time.monotonic() - started
+    received, wanted = sum(answer[0] for answer in answers), sum(map(len, streams)) * outputs
+    assert received == wanted, f"{received} tokens came of {wanted}"
+    times = [1000 * (choose(answer[place] for answer in answers) - started) for place in (1, 2) for choose in (min, max)]
+    return received / seconds, [round(own) for own in times]
 
 
 def count_steps(port: int) -> tuple[float, float]:
@@ -94,6 +107,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=["none", "mtp"])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--outputs", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="prompts of each stream, one after the other")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--ranks", nargs="+", choices=RANKS, default=RANKS[:1], help="what the server's ranks are, one after the other")
     parser.add_argument("--backend-directory")
@@ -102,8 +116,9 @@ def main() -> None:
     if arguments.client:
         client()
         return
-    print("| method | ranks | streams | offline tokens/s | served tokens/s | served / offline | steps | on the device, ms a step |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ["method", "ranks", "streams", "offline tokens/s", "served tokens/s", "served / offline", "steps", "on the device, ms a step"]
+    print(f"| {' | '.join([*columns, 'first tokens of streams, ms', 'last ones'])} |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         target = write_target(arguments.shape, folder)
@@ -124,7 +139,7 @@ def main() -> None:
                 "speculative_config": speculation,
             }
             llm = LLM(**config)
-            prompts = {count: make_prompts(llm, count, arguments.prompt) for count in arguments.streams}
+            prompts = {count: make_prompts(llm, count * arguments.turns, arguments.prompt) for count in arguments.streams}
             offline = {}
             for count in arguments.streams:
                 run_offline(llm, prompts[count], 16)
@@ -143,13 +158,15 @@ def main() -> None:
                 with running_server(*ports, where.with_suffix(".log"), *options):
                     address = f"127.0.0.1:{ports[1]}"
                     for count in arguments.streams:
-                        run_served(address, prompts[count], 16)
+                        streams = [prompts[count][i::count] for i in range(count)]
+                        run_served(address, streams, 16)
                         before = count_steps(ports[2])
-                        served = run_served(address, prompts[count], arguments.outputs)
+                        served, times = run_served(address, streams, arguments.outputs)
                         steps, seconds = (after - own for after, own in zip(count_steps(ports[2]), before))
                         said = ranks if arguments.tensor_parallel > 1 else "1"
                         speeds = f"{offline[count]:.0f} | {served:.0f} | {served / offline[count]:.3f}"
-                        print(f"| {method} | {said} | {count} | {speeds} | {steps:.0f} | {1000 * seconds / steps:.2f} |", flush=True)
+                        ends = f"{times[0]} to {times[1]} | {times[2]} to {times[3]}"
+                        print(f"| {method} | {said} | {count} | {speeds} | {steps:.0f} | {1000 * seconds / steps:.2f} | {ends} |", flush=True)
 
 
 if __name__ == "__main__":
