@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -27,12 +29,23 @@ class Booking:
 
     report: Report
     """Called with what came of prompts that are computed for other nodes."""
-    now = 0.0
-    """When the step that is booked was read."""
 
     def __init__(self, scheduler: Scheduler, planner: Planner, open_requests: OpenRequests, metrics: Metrics, dtype: torch.dtype) -> None:
         """dtype: of the model."""
         self._scheduler, self._planner, self._open, self._metrics, self._dtype = scheduler, planner, open_requests, metrics, dtype
+        self._now = 0.0
+        self._last: Counter[float] = Counter()
+        """When the step before was read that brought a request tokens, and how many requests that was for."""
+
+    def begin(self) -> None:
+        """A step was read, and is booked now."""
+        self._now = time.monotonic()
+
+    def end(self) -> None:
+        """It was."""
+        for last, times in self._last.items():
+            self._metrics.inter_token.observe(self._now - last, times)
+        self._last.clear()
 
     def book(self, own: OpenRequest, step: PlannedStep, number: int, entry: Scheduled, outcome: Outcome) -> None:
         """Cuts an emitted span at what ends the request, books it, and sends the delta."""
@@ -64,8 +77,8 @@ class Booking:
             logprobs = read_scores(outcome.scores, token_ids, request.params.logprobs)
         self._scheduler.commit(entry, token_ids)
         if own.last_tokens:
-            self._metrics.inter_token.observe(self.now - own.last_tokens)
-        own.last_tokens = self.now
+            self._last[own.last_tokens] += 1
+        own.last_tokens = self._now
         # The first drafts may be those of another node, whose trees are others.
         depth = max(num_accepted, request.speculation.depth_of(outcome.num_drafts)) if outcome.num_drafts else 0
         request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth)

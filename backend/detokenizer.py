@@ -208,6 +208,8 @@ class Detokenizer:
 
     def extend(self, token_ids: Sequence[int]) -> str:
         """The same of several tokens."""
+        if len(token_ids) == 1:
+            return self.push(token_ids[0])
         if not self._is_streamed or self._strip is not None:
             return "".join([self.push(token_id) for token_id in token_ids])
         known = self._pieces

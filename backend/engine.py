@@ -276,14 +276,14 @@ class Engine:
             self._open.end_late()
         started, num_read, waited = time.perf_counter(), self.num_finished, self._under_way.waited_seconds
         budget = self.budget
-        budget.begin([r for r in self.scheduler.running if r.is_decoding])
+        budget.begin(decoding := [r for r in self.scheduler.running if r.is_decoding])
         if self._is_short:
             self._under_way.finish_all()
-        held = self._find_held()
+        held = self._find_held(decoding)
         batch = self.scheduler.schedule(
             budget.limit,
             may_preempt=not self._under_way,
-            is_held=lambda r: r.request_id in held,
+            is_held=(lambda r: r.request_id in held) if held else None,
             max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None and self.scheduler.has_prompts else None,
         )
         self._is_short = batch.is_short
@@ -317,12 +317,13 @@ class Engine:
     def _has_news(self) -> bool:
         return bool(self._inbox) or self._is_stopping or self._has_lost_rank
 
-    def _find_held(self) -> set[str]:
-        """Ids of the running requests that have to sit the next step out for what the host must see of a step under way first.
+    def _find_held(self, decoding: list[Request]) -> set[str]:
+        """Ids of the running requests that decode that have to sit the next step out for what the host must see of a step under way first.
 
         Where they are the half of those that decode, that step is waited for: two halves in turn would take twice as many steps.
         """
-        decoding = [r for r in self.scheduler.running if r.is_decoding] if self._under_way else []
+        if not self._under_way:
+            return set()
         held = {r.request_id for r in decoding if self.planner.is_held(r)}
         if 2 * len(held) < len(decoding) or not held:
             return held

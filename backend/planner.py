@@ -90,6 +90,8 @@ class Planner:
         known = self._known.get(request.request_id)
         if known is None:
             return request.grammar is not None
+        if known.is_plain:
+            return False
         if request.grammar is not None and not self._grammars.may_follow(request, known, self._budget.limit(request)):
             return True
         waits = bool(known.place.host) and (known.place.waits or self._budget.waits(request))
@@ -417,6 +419,7 @@ class Planner:
     def keep_pages(self, entries: Sequence[Scheduled]) -> None:
         """After an outcome was booked: requests may have given pages back."""
         for entry in entries:
-            known = self._known.get(entry.request.request_id)
-            if known is not None:
-                known.num_pages = min(known.num_pages, len(entry.request.page_ids))
+            request = entry.request
+            known = self._known.get(request.request_id)
+            if known is not None and known.num_pages > len(request.page_ids):
+                known.num_pages = len(request.page_ids)

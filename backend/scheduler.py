@@ -26,7 +26,10 @@ def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -
     """
     params, num_known = request.params, len(request.token_ids)
     num_before = num_known - len(request.prompt_token_ids)
-    room = min(params.max_tokens - num_before, max_model_len - num_known)
+    # This runs for each request in each step, as do `schedule` and `commit`: calls would cost more than what they do.
+    room, left = params.max_tokens - num_before, max_model_len - num_known
+    if left < room:
+        room = left
     if request.stop_ids and not request.stop_ids.isdisjoint(token_ids):
         for count, token_id in enumerate(token_ids[:room], 1):
             if token_id in request.stop_ids and num_before + count > params.min_tokens:
@@ -159,7 +162,7 @@ class Scheduler:
         draft_limit: Callable[[Request], int] | None = None,
         *,
         may_preempt: bool = True,
-        is_held: Callable[[Request], bool] = lambda request: False,
+        is_held: Callable[[Request], bool] | None = None,
         max_prompt_tokens: int | None = None,
     ) -> Batch:
         """The next step's batch; empty when there is nothing to do. Pages for everything in it are held.
@@ -181,7 +184,7 @@ class Scheduler:
             num_known = len(request.token_ids)
             if num_known - request.num_computed_tokens <= 1:
                 room = self._end(request) - num_known - request.num_steps_ahead
-                if room > 0 and not is_held(request):
+                if room > 0 and (is_held is None or not is_held(request)):
                     decoding.append((request, room))
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
@@ -209,7 +212,9 @@ class Scheduler:
         for request in list(self.running):
             if budget <= 0:
                 break
-            if request.request_id in scheduled or request not in self.running or request.is_decoding or is_held(request):
+            if request.request_id in scheduled or request not in self.running or request.is_decoding:
+                continue
+            if is_held is not None and is_held(request):
                 continue
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
             if self._reserve(request, chunk, scheduled, batch, may_preempt=may_preempt):
@@ -397,14 +402,14 @@ class Scheduler:
             return
         num_before = len(request.token_ids)
         was_prompt = num_before == len(request.prompt_token_ids)
-        if not was_prompt:  # a step was read since what is postponed came
+        if not was_prompt and self._pages.has_postponed:  # a step was read since that came
             self._pages.catch_up()
         request.token_ids.extend(emitted)
         if request.is_remote:  # its pages are on their way: the rest is `end_fetch`'s
             return
         request.num_computed_tokens = num_before + len(emitted) - 1
         self._give_back(request)
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and (was_prompt or request.num_computed_tokens >= (len(request.page_hashes) + 1) * self.pool.page_size):
             self._pages.register_full(request)
             if was_prompt:
                 self._pages.register_tail(request)

@@ -83,7 +83,7 @@ class UnderWay:
         self._metrics.add_times(draft_seconds, times.forward, times.decide)
         if self._chunks is not None:
             self._chunks.observe(step.plan.prompt_rows, times.total)
-        self._booking.now = time.monotonic()
+        self._booking.begin()
         for number, (entry, outcome) in enumerate(zip(step.entries, results.outcomes, strict=True)):
             own = self._open.get(entry.request)
             if own is None:
@@ -94,6 +94,7 @@ class UnderWay:
                 self._open.fail(own, error)
             except Exception as error:  # it belongs to this request only
                 self._open.fail_internally(own, error)
+        self._booking.end()
         self._planner.observe(step, results.outcomes, times.forward + times.decide, draft_seconds, times.drafts)
         self._planner.keep_pages(step.entries)
 

@@ -30,7 +30,7 @@ from backend.step.program import Program
 from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops
 from kernels.request_table import RequestTable
-from kernels.structs import COUNT, INDEX, NUM_FIELDS, RESULT_HEAD
+from kernels.structs import COUNT, INDEX, NUM_FIELDS
 
 logger = logging.getLogger(__name__)
 
@@ -337,9 +337,8 @@ class Worker:
 
     def _read(self, plan: StepPlan, read: _Read) -> list[Outcome]:
         outcomes = []
-        for row in read.rows[: plan.num_rows].tolist():
-            num_emitted, num_accepted, num_drafts, is_broken = row[:RESULT_HEAD]
-            outcomes.append(Outcome(row[RESULT_HEAD : RESULT_HEAD + num_emitted], num_drafts, num_accepted, bool(is_broken)))
+        for num_emitted, num_accepted, num_drafts, is_broken, *emitted in read.rows[: plan.num_rows].tolist():
+            outcomes.append(Outcome(emitted[:num_emitted], num_drafts, num_accepted, is_broken != 0))
         if read.report is not None:
             for outcome, row in zip(outcomes, read.report.tolist()):
                 outcome.num_drafter_tokens, outcome.lookup_score = row[:2]
