@@ -12,7 +12,7 @@ from backend.core import NEVER
 from kernels.request_state import Admission
 from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, NUM_FIELDS, PREFIX_GROUP, Field
 
-VERSION = 6
+VERSION = 7
 MILLION = 1_000_000
 
 
@@ -138,49 +138,57 @@ class StepPlan:
     # -- as one array -------------------------------------------------------------------------------------------------
 
     def to_array(self) -> np.ndarray:
-        """[N] int32."""
-        words: list[np.ndarray] = []
-        for name, value in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self)):
+        """[N] int32: the version, all numbers and counts, and then what there are so many of."""
+        head, parts = [VERSION], list[np.ndarray]()
+        for name in _NAMES:
+            value = getattr(self, name)
             if name == "fields":
-                words += [_ints([value.shape[1]]), value.astype(np.int32).ravel()]
+                head.append(value.shape[1])
+                parts.append(value.astype(np.int32, copy=False).ravel())
             elif name == "masks":
-                words += [_ints(value.shape), value.ravel()]
+                head += value.shape
+                parts.append(value.ravel())
             elif name == "admissions":
-                words.append(_ints([len(value)]))
-                words += [_state_words(state) for state in value]
+                head.append(len(value))
+                parts += [_state_words(state) for state in value]
             elif isinstance(value, list):
-                flat = [x for entry in value for x in entry] if name in ("page_copies", "scored") else value
-                words += [_ints([len(flat)]), _ints(flat)]
+                flat = [x for entry in value for x in entry] if name in _WIDTHS else value
+                head.append(len(flat))
+                parts.append(_ints(flat))
             else:
-                words.append(_ints([int(value)]))
-        return np.concatenate([_ints([VERSION]), *words])
+                head.append(int(value))
+        return np.concatenate([_ints(head), *parts])
 
     @classmethod
     def from_array(cls, words: np.ndarray) -> StepPlan:
         """The reverse. Raises ValueError for another version's plan."""
         reader = _Reader(words)
-        if (version := reader.one()) != VERSION:
+        version = reader.one()
+        if version != VERSION:
             raise ValueError(f"the step plan is of version {version}; this worker reads version {VERSION}")
-        plan = cls()
-        for f in dataclasses.fields(cls):
-            current = getattr(plan, f.name)
-            if f.name == "fields":
-                width = reader.one()
-                plan.fields = reader.take(NUM_FIELDS * width).reshape(NUM_FIELDS, width).copy()
-            elif f.name == "masks":
-                count, width = reader.one(), reader.one()
+        plan, head = cls(), iter(reader.take(len(_NAMES) + 1).tolist())  # masks have two counts
+        for name in _NAMES:
+            current, count = getattr(plan, name), next(head)
+            if name == "fields":
+                plan.fields = reader.take(NUM_FIELDS * count).reshape(NUM_FIELDS, count).copy()
+            elif name == "masks":
+                width = next(head)
                 plan.masks = reader.take(count * width).reshape(count, width).copy()
-            elif f.name == "admissions":
-                plan.admissions = [_read_state(reader) for _ in range(reader.one())]
+            elif name == "admissions":
+                plan.admissions = [_read_state(reader) for _ in range(count)]
             elif isinstance(current, list):
-                flat = reader.take(reader.one()).tolist()
-                width = {"page_copies": 3, "scored": 2}.get(f.name, 1)
-                setattr(plan, f.name, flat if width == 1 else [tuple(flat[i : i + width]) for i in range(0, len(flat), width)])
+                flat, width = reader.take(count).tolist(), _WIDTHS.get(name, 1)
+                setattr(plan, name, flat if width == 1 else [tuple(flat[i : i + width]) for i in range(0, len(flat), width)])
             else:
-                setattr(plan, f.name, type(current)(reader.one()))
+                setattr(plan, name, type(current)(count))
         if reader.place != len(words):
             raise ValueError(f"the step plan has {len(words)} words, {reader.place} of them known")
         return plan
+
+
+_NAMES = tuple(f.name for f in dataclasses.fields(StepPlan))
+_WIDTHS = {"page_copies": 3, "scored": 2}
+"""Numbers of each entry of lists of tuples."""
 
 
 class _Reader:
