@@ -292,8 +292,6 @@ class TextStream:
         """may_call: tools, by special tokens that are text then."""
         decoding = tokenizer.exact if not skip_special_tokens else tokenizer.calling if may_call else tokenizer.decoding
         self._detokenizer = Detokenizer(decoding)
-        self.extend = self._detokenizer.extend
-        """The text that tokens make certain, where there is no stop string."""
         self._is_streamed = decoding.is_streamed
         self._stop = tuple(stop)
         self.has_stop = bool(self._stop)
@@ -302,6 +300,10 @@ class TextStream:
         self._include_stop = include_stop
         self._held = ""
         self._num_exempt = 0  # characters that the detokenizer holds of tokens that might not stop
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens make certain, where there is no stop string."""
+        return self._detokenizer.extend(token_ids)
 
     def append(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
         """The text that this token makes certain, and whether a stop string ends the completion with it."""

@@ -6,7 +6,8 @@
 Both run in turn on the same prompts of real code; weights are random and acceptance is simulated, as in gpu_step. Clients are processes
 of their own, so that it is the server that is measured. The server is the one on PATH (--backend-directory: its backends). With --turns N
 each stream asks N times, one after the other, and the engine offline has all the prompts at once, of which it runs as many as there are streams.
-The last columns: after how many ms the first and the last stream had their first token, and their last one.
+The last columns: after how many ms the first and the last stream had their first token, and their last one; and tokens in a response: above those
+of a step, answers wait for the thread that sends them.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ def run_offline(llm: LLM, prompts: list[list[int]], outputs: int) -> float:
 
 def client() -> None:
     """A process of streams: reads {address, prompts of each stream, outputs}, says that it is ready, starts on a line, prints what each stream
-    received: [tokens, when it had the first and the last one by the machine's monotonic clock]."""
+    received: [tokens, when it had the first and the last one by the machine's monotonic clock, responses with tokens]."""
     from client import AsyncClient
 
     job = json.loads(sys.stdin.readline())
 
-    async def ask(own: AsyncClient, prompts: list[list[int]]) -> tuple[int, float, float]:
-        received, first = 0, 0.0
+    async def ask(own: AsyncClient, prompts: list[list[int]]) -> tuple[int, float, float, int]:
+        received, first, responses = 0, 0.0, 0
         for ids in prompts:
             async for chunk in own.stream(ids, max_tokens=job["outputs"], temperature=0.0, ignore_eos=True):
                 first = first or time.monotonic()
                 received += len(chunk.token_ids)
-        return received, first, time.monotonic()
+                responses += bool(chunk.token_ids)
+        return received, first, time.monotonic(), responses
 
-    async def ask_all() -> list[tuple[int, float, float]]:
+    async def ask_all() -> list[tuple[int, float, float, int]]:
         async with AsyncClient(job["address"], inactivity_timeout=120) as own:
             await own.generate([1, 2, 3], max_tokens=1)
             print("ready", flush=True)
@@ -67,8 +69,9 @@ def client() -> None:
     print(json.dumps(asyncio.run(ask_all())), flush=True)
 
 
-def run_served(address: str, streams: list[list[list[int]]], outputs: int) -> tuple[float, list[int]]:
-    """Tokens a second of all streams, from several client processes, and the milliseconds to the first and the last stream's first and last token."""
+def run_served(address: str, streams: list[list[list[int]]], outputs: int) -> tuple[float, list[int], float]:
+    """Tokens a second of all streams, from several client processes, the milliseconds to the first and the last stream's first and last token, and
+    tokens in a response."""
     parts = [streams[i : i + MAX_STREAMS_OF_PROCESS] for i in range(0, len(streams), MAX_STREAMS_OF_PROCESS)]
     command = [sys.executable, "-m", "benchmarks.gpu_serve", "--client"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in parts]
@@ -88,7 +91,7 @@ def run_served(address: str, streams: list[list[list[int]]], outputs: int) -> tu
     received, wanted = sum(answer[0] for answer in answers), sum(map(len, streams)) * outputs
     assert received == wanted, f"{received} tokens came of {wanted}"
     times = [1000 * (choose(answer[place] for answer in answers) - started) for place in (1, 2) for choose in (min, max)]
-    return received / seconds, [round(own) for own in times]
+    return received / seconds, [round(own) for own in times], received / sum(answer[3] for answer in answers)
 
 
 def count_steps(port: int) -> tuple[float, float]:
@@ -117,8 +120,8 @@ def main() -> None:
         client()
         return
     columns = ["method", "ranks", "streams", "offline tokens/s", "served tokens/s", "served / offline", "steps", "on the device, ms a step"]
-    print(f"| {' | '.join([*columns, 'first tokens of streams, ms', 'last ones'])} |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join([*columns, 'first tokens of streams, ms', 'last ones', 'tokens a response'])} |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         target = write_target(arguments.shape, folder)
@@ -161,11 +164,11 @@ def main() -> None:
                         streams = [prompts[count][i::count] for i in range(count)]
                         run_served(address, streams, 16)
                         before = count_steps(ports[2])
-                        served, times = run_served(address, streams, arguments.outputs)
+                        served, times, together = run_served(address, streams, arguments.outputs)
                         steps, seconds = (after - own for after, own in zip(count_steps(ports[2]), before))
                         said = ranks if arguments.tensor_parallel > 1 else "1"
                         speeds = f"{offline[count]:.0f} | {served:.0f} | {served / offline[count]:.3f}"
-                        ends = f"{times[0]} to {times[1]} | {times[2]} to {times[3]}"
+                        ends = f"{times[0]} to {times[1]} | {times[2]} to {times[3]} | {together:.2f}"
                         print(f"| {method} | {said} | {count} | {speeds} | {steps:.0f} | {1000 * seconds / steps:.2f} | {ends} |", flush=True)
 
 
