@@ -137,7 +137,8 @@ class Ranks:
 
     def can_share_rows(self, num_rows: int, count: int) -> bool:
         """Whether `share_rows` takes so many rows of the scores of `count` tokens and is the faster way; the same on every rank."""
-        return self.size > 1 and num_rows >= MIN_SHARED_ROWS and count % (self.size * UNIT) == 0
+        has_way = self.peers is not None or bool(self.sockets)  # by NCCL alone it was not tried
+        return has_way and self.size > 1 and num_rows >= MIN_SHARED_ROWS and count % (self.size * UNIT) == 0
 
     def share_rows(self, x: torch.Tensor) -> torch.Tensor:
         """[R, tokens of this rank] -> [S, tokens of all]: the rows from rank * S on, S = ceil(R / size); past row R - 1 anything."""
