@@ -318,7 +318,7 @@ class Engine:
         return bool(self._inbox) or self._is_stopping or self._has_lost_rank
 
     def _find_held(self, decoding: list[Request]) -> set[str]:
-        """Ids of the running requests that decode that have to sit the next step out for what the host must see of a step under way first.
+        """Ids of those that have to sit the next step out for what the host must see of a step under way first.
 
         Where they are the half of those that decode, that step is waited for: two halves in turn would take twice as many steps.
         """

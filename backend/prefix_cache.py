@@ -133,10 +133,6 @@ class RequestPages:
         self._pool, self._cache = pool, cache
         self._postponed: list[Request] = []
 
-    @property
-    def has_postponed(self) -> bool:
-        return bool(self._postponed)
-
     def postpone(self, request: Request) -> None:
         """Its prompt is registered by `catch_up`: its first token is not to wait for that."""
         self._postponed.append(request)

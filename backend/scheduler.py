@@ -26,10 +26,7 @@ def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -
     """
     params, num_known = request.params, len(request.token_ids)
     num_before = num_known - len(request.prompt_token_ids)
-    # This runs for each request in each step, as do `schedule` and `commit`: calls would cost more than what they do.
-    room, left = params.max_tokens - num_before, max_model_len - num_known
-    if left < room:
-        room = left
+    room = min(params.max_tokens - num_before, max_model_len - num_known)
     if request.stop_ids and not request.stop_ids.isdisjoint(token_ids):
         for count, token_id in enumerate(token_ids[:room], 1):
             if token_id in request.stop_ids and num_before + count > params.min_tokens:
@@ -402,14 +399,14 @@ class Scheduler:
             return
         num_before = len(request.token_ids)
         was_prompt = num_before == len(request.prompt_token_ids)
-        if not was_prompt and self._pages.has_postponed:  # a step was read since that came
+        if not was_prompt:  # a step was read since what is postponed came
             self._pages.catch_up()
         request.token_ids.extend(emitted)
         if request.is_remote:  # its pages are on their way: the rest is `end_fetch`'s
             return
         request.num_computed_tokens = num_before + len(emitted) - 1
         self._give_back(request)
-        if self.prefix_cache is not None and (was_prompt or request.num_computed_tokens >= (len(request.page_hashes) + 1) * self.pool.page_size):
+        if self.prefix_cache is not None:
             self._pages.register_full(request)
             if was_prompt:
                 self._pages.register_tail(request)

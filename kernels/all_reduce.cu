@@ -205,7 +205,38 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     slots.end(turns, turn);
 }
 
-// part [rows, row_vectors] of each rank -> out [rows, RANKS * row_vectors], in vectors of 16 bytes.
+// What each rank has of rows of RANKS * row_vectors, put beside each other in out, in vectors of 16 bytes.
+struct Rows {
+    Element* out;
+    int row_vectors, rank;
+
+    // Vector number `place` of what `source` has of them.
+    __device__ __forceinline__ Element* target(int place, int source) const {
+        const int row = place / row_vectors;
+        return out + (static_cast<size_t>(row * RANKS + source) * row_vectors + place - row * row_vectors) * V::SIZE;
+    }
+
+    // All that the others sent: per_thread vectors of each to each thread, from number `begin` on, where there are so many.
+    __device__ __forceinline__ void take(const Slots& slots, int begin, int num_vectors, int per_thread) const {
+        for (int first = 0; first < per_thread; first += TOGETHER) {
+            uint4 others[TOGETHER][RANKS];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i)
+                if (first + i < per_thread && begin + (first + i) * THREADS < num_vectors) slots.look_for(first + i, others[i]);
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) {
+                const int place = begin + (first + i) * THREADS;
+                if (first + i >= per_thread || place >= num_vectors) continue;
+                slots.take(first + i, others[i]);
+#pragma unroll
+                for (int r = 0; r < RANKS; ++r)
+                    if (r != rank) store(target(place, r), V(others[i][r]));
+            }
+        }
+    }
+};
+
+// part [rows, row_vectors] of each rank -> out [rows, RANKS * row_vectors].
 extern "C" __global__ void __launch_bounds__(THREADS)
     all_gather(Element* out, const Element* part, unsigned char* const* memories, uint32_t* turns, int num_vectors, int row_vectors, int per_thread,
                int num_regions, int region, int rank) {
@@ -214,10 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Slots slots(memories, num_regions, region, rank);
     wait_for_earlier();
     const uint32_t turn = slots.begin(turns);
-    const auto target = [&](int place, int source) {
-        const int row = place / row_vectors;
-        return out + (static_cast<size_t>(row * RANKS + source) * row_vectors + place - row * row_vectors) * V::SIZE;
-    };
+    const Rows made{out, row_vectors, rank};
     for (int first = 0; first < per_thread; first += VECTORS) {
         V own[VECTORS];
 #pragma unroll
@@ -230,24 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int place = begin + (first + i) * THREADS;
             if (first + i >= per_thread || place >= num_vectors) continue;
             slots.send(first + i, own[i].bits);
-            store(target(place, rank), own[i]);
+            store(made.target(place, rank), own[i]);
         }
     }
-    for (int first = 0; first < per_thread; first += TOGETHER) {
-        uint4 others[TOGETHER][RANKS];
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i)
-            if (first + i < per_thread && begin + (first + i) * THREADS < num_vectors) slots.look_for(first + i, others[i]);
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) {
-            const int place = begin + (first + i) * THREADS;
-            if (first + i >= per_thread || place >= num_vectors) continue;
-            slots.take(first + i, others[i]);
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r)
-                if (r != rank) store(target(place, r), V(others[i][r]));
-        }
-    }
+    made.take(slots, begin, num_vectors, per_thread);
     slots.end(turns, turn);
 }
 
@@ -262,10 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Slots slots(memories, num_regions, region, rank);
     wait_for_earlier();
     const uint32_t turn = slots.begin(turns);
-    const auto target = [&](int place, int source) {
-        const int row = place / row_vectors;
-        return out + (static_cast<size_t>(row * RANKS + source) * row_vectors + place - row * row_vectors) * V::SIZE;
-    };
+    const Rows made{out, row_vectors, rank};
     for (int i = 0; i < per_thread; ++i) {
         const int place = begin + i * THREADS;
         if (place >= num_vectors) break;
@@ -276,23 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             own[r].bits = sendable(load_fresh(part + (static_cast<size_t>(min(r * share + row, rows - 1)) * row_vectors + column) * V::SIZE).bits);
 #pragma unroll
         for (int r = 0; r < RANKS; ++r)
-            if (r == rank) store(target(place, r), own[r]);
+            if (r == rank) store(made.target(place, r), own[r]);
             else put(slots.at(slots.memories[r], rank, i), own[r].bits);
     }
-    for (int first = 0; first < per_thread; first += TOGETHER) {
-        uint4 others[TOGETHER][RANKS];
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i)
-            if (first + i < per_thread && begin + (first + i) * THREADS < num_vectors) slots.look_for(first + i, others[i]);
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) {
-            const int place = begin + (first + i) * THREADS;
-            if (first + i >= per_thread || place >= num_vectors) continue;
-            slots.take(first + i, others[i]);
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r)
-                if (r != rank) store(target(place, r), V(others[i][r]));
-        }
-    }
+    made.take(slots, begin, num_vectors, per_thread);
     slots.end(turns, turn);
 }

@@ -163,8 +163,7 @@ class StepPlan:
     def from_array(cls, words: np.ndarray) -> StepPlan:
         """The reverse. Raises ValueError for another version's plan."""
         reader = _Reader(words)
-        version = reader.one()
-        if version != VERSION:
+        if (version := reader.one()) != VERSION:
             raise ValueError(f"the step plan is of version {version}; this worker reads version {VERSION}")
         plan, head = cls(), iter(reader.take(len(_NAMES) + 1).tolist())  # masks have two counts
         for name in _NAMES:
