@@ -50,6 +50,10 @@ def _see(table: RequestState, index: int, token_ids: np.ndarray, is_prompt: bool
 def process_logits(logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, first_row: int = 0) -> None:
     """Penalties, biases and bans of each row, in place."""
     arrays, indices, starts = table.arrays, request_indices.numpy(), cu_logit_rows.numpy()
+    flags = arrays.params["flags"][indices]
+    has_rules = flags & RULES != 0
+    if not has_rules.any():
+        return
     if first_row or len(logits) < starts[-1]:  # a request may have some of its rows here, and rules go by where a row is among them
         begin, end = first_row, min(first_row + len(logits), int(starts[-1]))
         if begin < end:
@@ -57,10 +61,6 @@ def process_logits(logits: torch.Tensor, table: RequestState, request_indices: t
             whole[begin:end] = logits[: end - begin]
             process_logits(whole, table, request_indices, cu_logit_rows)
             logits[: end - begin] = whole[begin:end]
-        return
-    flags = arrays.params["flags"][indices]
-    has_rules = flags & RULES != 0
-    if not has_rules.any():
         return
     for b in np.flatnonzero(has_rules & (starts[1:] > starts[:-1])).tolist():
         index, rows = int(indices[b]), logits[int(starts[b]) : int(starts[b + 1])]
