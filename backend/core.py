@@ -21,6 +21,10 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
 NEVER = 1 << 20
 """A score that no lookup reaches."""
+MAX_CHARACTERS_PER_TOKEN = 64
+"""No real text is longer in its context: what is, is refused before megabytes are tokenized."""
+MAX_TIMEOUT = 10**9
+"""Seconds: thirty years, which clocks can be asked to wait for."""
 
 
 @dataclass(frozen=True, slots=True)

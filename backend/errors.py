@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class ConfigError(ValueError):
     """A configuration key is unknown, or its value is of the wrong type or out of range."""
@@ -37,3 +39,25 @@ class TransferError(RuntimeError):
 
 class InternalError(RuntimeError):
     """Something went wrong in what is done for one request; only that request fails (INTERNAL on Triton)."""
+
+
+def error_code(error: Exception) -> str:
+    """Triton's name for what went wrong."""
+    if isinstance(error, CapacityError | EngineError):
+        return "UNAVAILABLE"
+    return "INVALID_ARG" if isinstance(error, ValueError) else "INTERNAL"
+
+
+_PRIVATE = re.compile(r"\S*triton_python_backend_shm\S*|/dev/shm/\S*")
+"""Names of shared-memory regions: who knows one can have the server map it."""
+
+
+def portable(error: Exception) -> Exception:
+    """Of the same code and description, for another process."""
+    kind = {"INVALID_ARG": RequestError, "UNAVAILABLE": EngineError, "INTERNAL": InternalError}[error_code(error)]
+    return kind(describe_error(error))
+
+
+def describe_error(error: Exception) -> str:
+    """An error's message as clients may see it: without names of shared-memory regions, and as text that the server can carry."""
+    return _PRIVATE.sub("(a shared-memory region)", str(error)).encode("utf-8", "backslashreplace").decode()

@@ -11,7 +11,7 @@ from typing import Any
 
 from backend.chat_template import count_characters
 from backend.config import EngineConfig
-from backend.core import Request
+from backend.core import MAX_CHARACTERS_PER_TOKEN, MAX_TIMEOUT, Request
 from backend.errors import RequestError
 from backend.final_message import CONTINUE_FINAL_MESSAGE
 from backend.grammar import Grammars, Matcher
@@ -26,11 +26,6 @@ from backend.truncation import Truncation, fit_messages
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARACTERS_PER_TOKEN = 64
-"""No real text is longer in its context: what is, is refused before megabytes are tokenized."""
-
-MAX_TIMEOUT = 10**9
-"""Seconds: thirty years, which clocks can be asked to wait for."""
 MAX_MARK_TOKENS = 16
 """Of a prompt that comes as tokens, whether a mark of thoughts is at its end is seen by so many of them."""
 

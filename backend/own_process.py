@@ -4,10 +4,22 @@ second of processor time of three and a half)."""
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import runpy
+import shutil
+import signal
 import sys
+import threading
+import time
+from pathlib import Path
+
+from backend.heap import Heap
+
+PARENT_LOOK_SECONDS = 0.5
+STUCK_SECONDS = 15.0
+"""Nothing that lives keeps Python's lock for so long."""
 
 
 def begin() -> None:
@@ -31,6 +43,33 @@ def end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def end_with_parent() -> None:
+    """Ends this process when the one that started it has died: a server's stub with requests in hand stays and computes for ever (measured).
+
+    A call to a dead server, such as one that creates a metric, never returns and keeps Python's lock (measured): then no thread of Python
+    runs, and a timer of faulthandler's, which needs none, says where each one stands and ends the process.
+    SIGUSR1 has it say that alone: the supervisor asks, before it ends a process that no longer answers.
+    """
+    parent, heap = os.getppid(), Heap()
+    faulthandler.register(signal.SIGUSR1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+            time.sleep(PARENT_LOOK_SECONDS)
+            heap.look()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def command(module: str) -> list[str]:
+    """What runs a module's `main` in a process of its own; arguments follow."""
+    # Within the server this process is its stub, which embeds the python3 on PATH.
+    python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
+    return [python, "-m", "backend.own_process", module]
 
 
 def main() -> None:

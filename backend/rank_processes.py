@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backend import own_process
 from backend.config import EngineConfig
 from backend.drafters import step_drafter_identity
 from backend.errors import ConfigError
@@ -94,10 +93,8 @@ def describe_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int
 def start_rank(spec: dict[str, Any], module: str = "backend.follower") -> subprocess.Popen[str]:
     """A process of this host, by what `describe_rank` says; its reports come on its output. module: that it runs."""
     root = str(Path(__file__).parents[1])
-    # Within the server this process is its stub, which embeds the python3 on PATH.
-    python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
     output = subprocess.PIPE if spec["reports"] else None
-    child = subprocess.Popen([python, "-m", "backend.own_process", module], stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
+    child = subprocess.Popen(own_process.command(module), stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
     assert child.stdin is not None
     child.stdin.write(json.dumps(spec) + "\n")
     child.stdin.flush()

@@ -21,7 +21,7 @@ from deploy.demo import FORETOKEN, free_ports, running_server, stop_server
 from deploy.rendering import KEY_FILE
 from deploy.supervision.patience import Voucher
 from deploy.supervision.probe import KEY_HEADER
-from deploy.supervision.processes import find_stubs, is_running, read_state
+from deploy.supervision.processes import find_engine, find_stubs, is_running, read_state
 from tests.small import small_options
 
 
@@ -142,13 +142,20 @@ class RunningServer:
     @contextlib.contextmanager
     def engine_held(self) -> Iterator[None]:
         """Stops the process that computes: what a test does meanwhile takes no step, however long it takes."""
-        (stub,) = (s.pid for s in find_stubs(self.pid) if s.model == "decode")
-        os.kill(stub, signal.SIGSTOP)
+        pid = self.engine_pid
+        os.kill(pid, signal.SIGSTOP)
         try:
-            assert wait_until(lambda: read_state(stub)[0] == "T")
+            assert wait_until(lambda: read_state(pid)[0] == "T")
             yield
         finally:
-            os.kill(stub, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the process that computes."""
+        (pid,) = (find_engine(stub) for stub in find_stubs(self.pid) if stub.model == "decode")
+        assert pid is not None
+        return pid
 
 
 @contextlib.contextmanager

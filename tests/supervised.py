@@ -57,6 +57,10 @@ class Supervised:
         """Of tritonserver."""
         return self.server.pid
 
+    def process(self, name: str) -> int:
+        """A model's, or the engine's."""
+        return self.server.engine_pid if name == "engine" else self.stub(name)
+
     def stub(self, model: str) -> int:
         (stub,) = (s for s in find_stubs(self.pid) if s.model == model)
         return stub.pid

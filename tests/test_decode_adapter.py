@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import CapacityError
-from tests.triton_stand_in import InferenceRequest, Sender
+from tests.triton_stand_in import HostThread, InferenceRequest, Sender
 
 LONG = "é" * 131_000
 
@@ -36,6 +37,7 @@ def running_model(adapter: Any, folder: Path, speculative: dict[str, Any]) -> It
             "model_name": "decode",
         }
     )
+    triton_model.host = HostThread.last.host
     yield triton_model
     triton_model.finalize()
 
@@ -68,13 +70,13 @@ ends_its_model = pytest.mark.parametrize("speculative", [PLAIN], ids=["own"])
 @pytest.fixture
 def gate(model, monkeypatch):
     """Holds up the tokenizer until it is set."""
-    opened, encode = threading.Event(), model._engine.tokenizer.encode
+    opened, encode = threading.Event(), model.host.engine.tokenizer.encode
 
     def wait(*args: Any, **options: Any) -> list[int]:
         assert opened.wait(60)
         return encode(*args, **options)
 
-    monkeypatch.setattr(model._engine.tokenizer, "encode", wait)
+    monkeypatch.setattr(model.host.engine.tokenizer, "encode", wait)
     yield opened
     opened.set()
 
@@ -96,8 +98,8 @@ def wait_until(is_true) -> None:
 
 
 def assert_idle(model) -> None:
-    wait_until(lambda: not model._exchanges and not model._engine.scheduler.num_open)
-    assert model._engine.scheduler.pool.num_held == 0
+    wait_until(lambda: not model._exchanges and not model.host.engine.scheduler.num_open)
+    assert model.host.engine.scheduler.pool.num_held == 0
 
 
 def test_an_answer(model):
@@ -161,8 +163,8 @@ def test_the_execute_thread_does_not_tokenize(model, gate):
 
 
 def test_short_prompts_do_not_wait_for_long_ones(model, monkeypatch):
-    opened, encode = threading.Event(), model._engine.tokenizer.encode
-    monkeypatch.setattr(model._engine.tokenizer, "encode", lambda text, *rest: (len(text) < 9 or opened.wait(60)) and encode(text, *rest))
+    opened, encode = threading.Event(), model.host.engine.tokenizer.encode
+    monkeypatch.setattr(model.host.engine.tokenizer, "encode", lambda text, *rest: (len(text) < 9 or opened.wait(60)) and encode(text, *rest))
     long = ask(model, text_input=LONG)
     assert ask(model, text_input="x = 1", max_tokens=1).reasons() == [b"length"]
     assert not long.ended.is_set()
@@ -175,7 +177,7 @@ def test_what_is_not_tokenized_yet_can_be_cancelled(model, gate, place):
     """By another request, whose answer comes after; each of its completions ends once."""
     first = ask(model, text_input="x = 1", n=3, max_tokens=4, request_id="first")
     queued = ask(model, text_input="y = 1", n=3, max_tokens=4, request_id="queued")
-    wait_until(lambda: len(model._intake._queues[0]) == 1)
+    wait_until(lambda: len(model.host.intake._queues[0]) == 1)
     victim = first if place == "begun" else queued
     cancel = ask(model, cancel="first" if victim is first else "queued")
     if place == "begun":
@@ -196,7 +198,7 @@ def test_a_client_that_left_before_the_tokenizer_came_to_it(model, gate):
     queued.is_gone = True
     assert queued.reasons() == [b"cancelled"]
     begun.is_gone = True
-    wait_until(lambda: all(e.is_cancelled for e in list(model._exchanges)))
+    wait_until(lambda: all(e.is_cancelled for e in list(model._exchanges.values())))
     gate.set()
     assert begun.reasons() == [b"cancelled"]
     assert_idle(model)
@@ -215,7 +217,7 @@ def test_a_deadline_counts_from_the_arrival(model, gate, is_streamed):
 def test_more_than_may_wait_are_refused(model, gate):
     senders = [ask(model, input_ids=[5, 6], max_tokens=1) for _ in range(8)]
     waiting = [ask(model, text_input="x = 1", max_tokens=1)]
-    wait_until(lambda: not any(model._intake._queues))  # else those before it leave room for the last of those that follow
+    wait_until(lambda: not any(model.host.intake._queues))  # else those before it leave room for the last of those that follow
     waiting += [ask(model, text_input="x = 1", max_tokens=1) for _ in range(39)]
     assert waiting[-1].ended.wait(60), "the last of many is refused, after those before it"
     refused = [s for s in waiting if s.ended.is_set()]
@@ -274,75 +276,63 @@ def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch)
     assert_idle(model)
 
 
-class SlowSender(Sender):
-    """The server takes as long as it is not opened."""
+def test_counts_are_told_once(model):
+    """All of them at first, and later what has changed."""
+    from backend.engine_process.counts import Counts
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.opened = threading.Event(), threading.Event()
-
-    def send(self, response: Any, flags: int = 0) -> None:
-        self.begun.set()
-        assert self.opened.wait(60)
-        super().send(response, flags)
-
-
-def test_the_engine_waits_until_a_first_token_is_on_its_way(adapter, monkeypatch):
-    """Not until the server has it, nor where the sender has other work, nor for a token that is kept for an answer that comes whole."""
-    from backend.adapters import responses
-    from backend.adapters.exchange import Exchange
-    from backend.core import Delta
-
-    monkeypatch.setattr(responses, "FIRST_SECONDS", 60.0)
-    nothing = lambda *_: None  # noqa: E731
-    thread = responses.ResponseThread(SimpleNamespace(num_responses=0), nothing, nothing, nothing, nothing)
-    wait, waits = thread._is_begun.wait, []
-    monkeypatch.setattr(thread._is_begun, "wait", lambda seconds: waits.append(wait(seconds)))
-    slow, sender = SlowSender(), Sender()
-
-    def put_first(exchange: Exchange) -> None:
-        thread.put_first([(exchange, Delta("a", 0, [5], "x", ["target"], num_output_tokens=1))])
-
-    thread.start()
-    wait_until(lambda: thread._is_idle)
-    put_first(Exchange(slow))
-    assert waits == [True] and slow.begun.is_set() and not slow.responses
-    put_first(Exchange(sender))
-    assert waits == [True] and not sender.responses
-    slow.opened.set()
-    wait_until(lambda: sender.responses and thread._is_idle)
-    put_first(Exchange(sender, is_streamed=False))
-    thread.stop(60)
-    assert waits == [True, True] and len(slow.responses) == len(sender.responses) == 1
+    counts = Counts(model.host.engine)
+    first = {(c.name, c.labels): c.value for c in counts.news()}
+    assert first["requests_running", ()] == 0 and ("requests_finished_total", (("finish_reason", "timeout"),)) in first
+    assert ask(model, text_input="x = 1", max_tokens=3).reasons() == [b"length"]
+    assert_idle(model)
+    later = {(c.name, c.labels): c.value for c in counts.news()}
+    assert later["requests_finished_total", (("finish_reason", "length"),)] == first["requests_finished_total", (("finish_reason", "length"),)] + 1
+    assert ("requests_running", ()) not in later and set(later) < set(first) and not counts.news()
 
 
-def test_which_steps_wait_for_a_first_token(adapter):
-    """Those of a request that is alone, while another step is under way."""
-    from backend.core import Delta
-
-    first, later, end = Delta("a", 0, [5], num_output_tokens=1), Delta("b", 0, [5], num_output_tokens=9), Delta("c", 0, finish_reason="stop")
-    put: list[tuple[str, int]] = []
-    model = adapter.TritonPythonModel()
-    model._responses = SimpleNamespace(put=lambda news: put.append(("put", len(news))), put_first=lambda news: put.append(("first", len(news))))
-    cases = [(True, 1, [first]), (False, 1, [first]), (True, 2, [first]), (True, 2, [first, later]), (True, 1, [later]), (True, 1, [end])]
-    for is_ahead, num_open, deltas in [*cases, (True, 1, [])]:
-        model._engine, model._made = SimpleNamespace(has_steps_under_way=is_ahead), [(None, delta) for delta in deltas]
-        model._exchanges = set(range(num_open))
-        model._hand_over()
-        assert not model._made
-    assert put == [("first", 1), ("put", 1), ("put", 1), ("put", 2), ("put", 1), ("put", 1)]
-
-
-def test_counts_are_told_when_no_step_is_launched(model, monkeypatch):
-    """Each call into the server keeps Python's lock."""
+def test_what_is_published_is_what_was_told(adapter, monkeypatch):
     from backend.adapters.metrics import MetricsPublisher, pb_utils
+    from backend.engine_process.count import Count
 
-    log, own = [], threading.current_thread()
+    log: list[tuple[str, float]] = []
+    own = threading.current_thread()  # a model of this file publishes, too
     for name in ("increment", "set"):
-        monkeypatch.setattr(pb_utils.MetricFamily, name, lambda *_: threading.current_thread() is own and log.append("told"))
-    monkeypatch.setattr(model._engine.precedence, "give_way", lambda: threading.current_thread() is own and log.append("way"))
-    MetricsPublisher(model._engine, "decode").publish()
-    assert log and log == ["way", "told"] * (len(log) // 2)
+        note = lambda _, value, name=name: threading.current_thread() is own and log.append((name, value))  # noqa: E731
+        monkeypatch.setattr(pb_utils.MetricFamily, name, note)
+    told = [
+        [Count("a", "", 3.0), Count("b", "", 0.0, is_gauge=True), Count("c", "", 0)],
+        [Count("a", "", 5.0), Count("b", "", 7.0, is_gauge=True)],
+        [],
+    ]
+    publisher = MetricsPublisher("decode", lambda: told.pop(0))
+    for _ in range(3):
+        publisher.publish()
+    assert log == [("increment", 3.0), ("set", 0.0), ("increment", 2.0), ("set", 7.0)]
+
+
+def test_news_come_as_they_were(adapter):
+    """But for the names of requests, and errors, which become those that any process knows."""
+    from backend.core import Delta, SpeculationStats, TokenLogprobs
+    from backend.engine_process.news import News, pack, unpack
+    from backend.errors import CapacityError, EngineError, InternalError, ModelError, RequestError
+
+    plain = Delta("a", 1, [5, 6], "\ud800x", ["target", "ngram"], None, None, None, 7, 3, 9, 2, True)
+    others = [
+        Delta("a", 0, [5], "x", ["target"], num_output_tokens=1, num_prompt_tokens=4),
+        Delta("a", 0, [5], "x", ["target"], [TokenLogprobs(5, -0.5, [(5, -0.5)])], num_output_tokens=3),
+        Delta("a", 0, [5], "x", ["target"], finish_reason="stop", stats=SpeculationStats(), num_output_tokens=3),
+        Delta("a", 0, [5], "x", ["target"], num_output_tokens=3, prompt_text="y", prompt_token_ids=[1]),
+    ]
+    news = [News(3, plain), *(News(number, delta) for number, delta in enumerate(others)), News(9, others[2], (1, 2))]
+    sent = pickle.loads(pickle.dumps(pack(news)))
+    assert len(sent[0]) > 3 and all(len(item) == 3 for item in sent[1:])
+    plain.request_id = ""
+    assert unpack(sent) == news
+    kinds = {RequestError("a"): RequestError, ModelError("b"): RequestError, CapacityError("c"): EngineError, KeyError("d"): InternalError}
+    assert issubclass(EngineError, RuntimeError)
+    found = unpack(pickle.loads(pickle.dumps(pack([News(1, Delta("a", error=error)) for error in kinds]))))
+    assert [type(item.delta.error) for item in found] == list(kinds.values())
+    assert [str(item.delta.error) for item in found] == ["a", "b", "c", "'d'"]
 
 
 @pytest.mark.parametrize("text", [" x", "", "x" * 100, "\ud800"])
@@ -365,7 +355,7 @@ def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text,
 
 
 def test_workers_withdraw_and_end() -> None:
-    from backend.adapters.intake_workers import IntakeWorkers
+    from backend.engine_process.intake_workers import IntakeWorkers
 
     began, opened, handled = threading.Event(), threading.Event(), []
 
@@ -395,7 +385,7 @@ def test_workers_withdraw_and_end() -> None:
 def test_the_tokenizer_takes_what_the_model_takes(adapter, tmp_path):
     """Of a context that yarn stretches, too."""
     from backend.adapters.tokenizer import MAX_CHARACTERS, _max_characters
-    from backend.intake import MAX_CHARACTERS_PER_TOKEN
+    from backend.core import MAX_CHARACTERS_PER_TOKEN
 
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for values, expected in (({}, 128), ({"rope_scaling": yarn}, 256)):

@@ -27,7 +27,6 @@ from client.gateway.metrics import Metrics
 from client.gateway.upstream import Corpus, Upstream
 from deploy.cli import main
 from deploy.demo import running_gateway
-from deploy.supervision.processes import find_stubs
 from tests.servers import RunningServer, serve, wait_until
 from tests.test_gateway import LONG, PROMPT, ask, send_request
 
@@ -367,12 +366,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
         yield found
 
 
-def engine_of(server: RunningServer) -> int:
-    """The process that computes."""
-    (stub,) = (s for s in find_stubs(server.pid) if s.model == "decode")
-    return stub.pid
-
-
 def test_all_share_the_work(three: Three) -> None:
     assert three.undisturbed(lambda: min(three.share([f"x{i} = " for i in range(18)])) > 0)
     numbers = itertools.count()
@@ -391,7 +384,7 @@ def test_all_share_the_work(three: Three) -> None:
 
 def test_one_that_is_held_is_left_out_and_comes_back(three: Three) -> None:
     held = three.servers[0]
-    pid = engine_of(held)
+    pid = held.engine_pid
     os.kill(pid, signal.SIGSTOP)
     try:
         assert three.ask_all([f"y{i} = " for i in range(9)]) == [200] * 9, "what went to it is asked again elsewhere"
@@ -400,7 +393,7 @@ def test_one_that_is_held_is_left_out_and_comes_back(three: Three) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert wait_until(lambda: three.is_up(held), 30)
-    assert engine_of(held) == pid, "it went on where it stood"
+    assert held.engine_pid == pid, "it went on where it stood"
     held.settle("foretoken_prompt_tokens")  # it finds in its queue what was asked elsewhere meanwhile
 
 

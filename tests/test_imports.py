@@ -286,7 +286,7 @@ LEVELS = (
     ("under_way",),
     ("engine",),
     ("disaggregation",),
-    ("follower",),
+    ("follower", "engine_process"),
     ("llm", "adapters"),
 )
 """Each part of backend imports parts of its own level and of those before it."""
@@ -336,7 +336,7 @@ METHOD_FILES = {
     "backend/models/eagle_spec.py",
     "backend/models/heads_spec.py",
     "backend/adapters/decode.py",
-    "backend/adapters/metrics.py",
+    "backend/engine_process/counts.py",
     "backend/adapters/mtp_drafter.py",
 }
 """What a user writes, what a drafter's folder is checked for, and the adapters of what a user runs. The detokenizer's "suffix" is Hugging Face's."""
@@ -433,6 +433,7 @@ def loaded_by(statement: str) -> set[str]:
         ("deploy.launcher", {"torch", "transformers", "tritonclient", "grpc", "tokenizers"}),
         ("client.gateway.keys", {"torch", "numpy", "tritonclient", "grpc", "fastapi"}),
         ("deploy.cli", {"torch", "transformers", "tritonclient", "grpc", "tokenizers", "training"}),
+        ("backend.engine_process.client", {"torch", "tokenizers", "llguidance"}),
         ("backend.scheduler", {"torch", "numpy"}),
         ("backend.config", {"torch", "numpy"}),
         ("client", {"torch", "backend", "fastapi", "uvicorn"}),

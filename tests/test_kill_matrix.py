@@ -61,7 +61,7 @@ class Service:
 
     def pid_of(self, victim: str) -> int:
         own = {"gateway": lambda: self.process.pid, "supervisor": lambda: self.server.server.process.pid, "tritonserver": lambda: self.server.pid}
-        return own[victim]() if victim in own else self.server.stub(victim)
+        return own[victim]() if victim in own else self.server.process(victim)
 
     def open_streams(self, **values: object) -> list[Stream]:
         """gRPC, HTTP, each to decode and to the ensemble; the first is the gateway's."""
@@ -109,7 +109,7 @@ def assert_answered(streams: list[Stream]) -> None:
 def test_nothing_is_lost_while_a_process_is_held_for_a_moment(service: Service) -> None:
     before = service.server.counts()
     streams = service.open_streams(max_tokens=400)
-    for victim in (*MODELS, "tritonserver", "gateway", "supervisor"):
+    for victim in (*MODELS, "engine", "tritonserver", "gateway", "supervisor"):
         pid = service.pid_of(victim)
         os.kill(pid, signal.SIGSTOP)
         time.sleep(HOLD_SECONDS)
@@ -218,7 +218,10 @@ def test_decode_dies_while_the_supervisor_is_held(service: Service) -> None:
 def test_nothing_outlives_the_supervisor_and_the_gateway_says_so(service: Service) -> None:
     """Not even a model in the middle of an answer. The last of this file."""
     stubs = find_stubs(service.server.pid)
-    pids, regions = [service.server.pid, *(stub.pid for stub in stubs)], [SHARED_MEMORY_FOLDER / stub.region for stub in stubs]
+    pids, regions = (
+        [service.server.pid, service.pid_of("engine"), *(stub.pid for stub in stubs)],
+        [SHARED_MEMORY_FOLDER / stub.region for stub in stubs],
+    )
     streams = service.open_streams()
     os.kill(service.pid_of("supervisor"), signal.SIGKILL)
     assert_told(streams, time.monotonic())

@@ -446,10 +446,11 @@ def test_the_repository_api_is_closed_to_others(supervised):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_decode_goes_under_load(supervised, gateway, how):
+@pytest.mark.parametrize("victim", ["decode", "engine"])
+def test_decode_goes_under_load(supervised, gateway, victim, how):
     """Its streams end in time with an error, whatever the client; the server is started anew and answers as before."""
     streams, before = open_streams(supervised.server, gateway), supervised.counts()
-    os.kill(supervised.stub("decode"), how)
+    os.kill(supervised.process(victim), how)
     since = time.monotonic()
     assert_told(streams, since)
     wait_for(lambda: supervised.health()[0] == gateway.health() == 503, "the news of it", 10)
@@ -485,7 +486,7 @@ def busiest_thread(pid: int) -> int:
 
 @contextlib.contextmanager
 def engine_stopped(server: RunningServer, pid: int) -> Iterator[None]:
-    """Stops the thread of a decode process that steps, and no other, as a device that never answers would: Python's lock is not in its hands."""
+    """Stops the thread of an engine's process that steps, and no other, as a device that never answers would: Python's lock is not in its hands."""
     thread = busiest_thread(pid)
     try:
         trace(PTRACE_SEIZE, thread)
@@ -494,8 +495,8 @@ def engine_stopped(server: RunningServer, pid: int) -> Iterator[None]:
     for _ in range(100):
         trace(PTRACE_INTERRUPT, thread)
         os.waitpid(thread, WAIT_FOR_THREADS)
-        with pytest.raises(GenerateError) as refused:  # by the thread that takes requests
-            Client(server.grpc, inactivity_timeout=0.5).generate("x", max_tokens=-1)
+        with pytest.raises(GenerateError) as refused:  # by the threads that take requests
+            Client(server.grpc, inactivity_timeout=0.5).generate([10**6], max_tokens=1)
         if refused.value.code == "INVALID_ARG":
             break
         trace(PTRACE_CONT, thread)
@@ -512,7 +513,7 @@ def test_the_engine_hangs_in_a_process_that_lives(supervised, gateway):
     server, before = supervised.server, supervised.counts()
     assert gateway.health() == 200
     streams, said = open_streams(server, gateway), server.log.stat().st_size
-    with engine_stopped(server, supervised.stub("decode")):
+    with engine_stopped(server, server.engine_pid):
         wait_for(lambda: gateway.health() == 503, "the news of it at the gateway", 10)
         wait_for(lambda: supervised.counts()["decode"] == before["decode"] + 1, "the news of it", 30)
         assert "it has answered nothing for 3 s" in supervised.health()[1]["models"]["decode"]["detail"]
@@ -707,7 +708,7 @@ def test_a_server_that_grows_is_drained_and_started_again(tmp_path):
 
 def test_giving_up_ends_with_an_error_and_leaves_nothing(tmp_path):
     with start(tmp_path, "--max-restarts=0") as supervised:
-        streams, pids = open_streams(supervised.server), [supervised.pid, *(s.pid for s in find_stubs(supervised.pid))]
+        streams, pids = open_streams(supervised.server), [supervised.pid, supervised.server.engine_pid, *(s.pid for s in find_stubs(supervised.pid))]
         os.kill(supervised.pid, signal.SIGKILL)
         assert_told(streams, time.monotonic())
         assert supervised.server.process.wait(20) == 1

@@ -143,6 +143,34 @@ def stand_in() -> ModuleType:
     return module
 
 
+class HostThread(threading.Thread):
+    """The engine's process as a thread of this one, whose parts a test can reach."""
+
+    last: HostThread
+    """The newest."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(name="engine's process", daemon=True)
+        from backend.engine_process.host import EngineHost
+        from backend.engine_process.line import Line
+
+        HostThread.last = self
+        self.line = Line(connection)
+        self.host = EngineHost(self.line)
+        self.start()
+
+    def run(self) -> None:
+        from backend.engine_process.main import serve
+
+        serve(self.line, self.host)
+        self.line.close()
+
+    def wait(self, seconds: float) -> int:
+        self.join(seconds)
+        assert not self.is_alive()
+        return 0
+
+
 @pytest.fixture(scope="module")
 def adapter() -> Iterator[Any]:
     """backend.adapters.decode, as the server's process has it."""
@@ -150,12 +178,14 @@ def adapter() -> Iterator[Any]:
     assert not names, "adapters are imported by the server's process alone"
     sys.modules["triton_python_backend_utils"] = stand_in()
     logger = logging.getLogger("backend")
-    handlers = logger.handlers
+    handlers, patch = logger.handlers, pytest.MonkeyPatch()
     try:
         module = importlib.import_module("backend.adapters.decode")
-        module.end_with_server = lambda: None
+        module.end_with_parent = lambda: None
+        patch.setattr("backend.engine_process.client.start_process", HostThread)
         yield module
     finally:
+        patch.undo()
         for name in [n for n in sys.modules if n.startswith("backend.adapters.")] + ["triton_python_backend_utils"]:
             del sys.modules[name]
         logger.handlers, logger.propagate = handlers, True

@@ -1,15 +1,7 @@
-"""Draft calls as Triton tensors, and the decode model's side of placement `bls`.
-
-Each engine has a session of its own. It begins with call 0 and counts its calls: a drafter that was loaded anew, that missed a call, or
-that needed the memory, does not know the next one's number and says so, and the engine opens a new session.
-"""
+"""Draft calls as Triton tensors: the drafter model's side of placement `bls`."""
 
 from __future__ import annotations
 
-import itertools
-import queue
-import secrets
-import threading
 from typing import Any
 
 import numpy as np
@@ -17,12 +9,9 @@ import torch
 import triton_python_backend_utils as pb_utils
 from torch.utils.dlpack import from_dlpack
 
-from backend.drafters.calls import CHOICES, OWN_NOISE, DraftCall, DraftError, DraftReply
+from backend.drafters.calls import CHOICES, DraftCall, DraftReply
 from backend.drafters.sessions import CallNumber
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
-
-CALL_SECONDS = 2.0
-"""A drafter that has not answered by then counts as dead: the server never answers for a process that died during a call."""
 
 
 def _to_tensor(name: str, values: torch.Tensor) -> Any:
@@ -33,25 +22,8 @@ def _to_torch(tensor: Any) -> torch.Tensor:
     return torch.from_numpy(tensor.as_numpy()) if tensor.is_cpu() else from_dlpack(tensor.to_dlpack())
 
 
-def call_tensors(call: DraftCall, number: CallNumber) -> list[Any]:
-    """The inputs of `mtp_drafter`."""
-    requests = [
-        (queries, length, drafts, len(pages), *choice)
-        for queries, length, drafts, pages, choice in zip(call.query_lens, call.seq_lens, call.num_drafts, call.page_ids, call.choices, strict=True)
-    ]
-    return [
-        pb_utils.Tensor("session", np.array([number.session, number.count, number.num_pages, number.page_size], dtype=np.int64)),
-        pb_utils.Tensor("tokens", np.array(call.token_ids, dtype=np.int32)),
-        _to_tensor("hidden", call.hidden),
-        pb_utils.Tensor("requests", np.array(requests, dtype=np.int64)),
-        pb_utils.Tensor("filters", np.array(call.filters, dtype=np.float32)),
-        pb_utils.Tensor("pages", np.array(list(itertools.chain.from_iterable(call.page_ids)), dtype=np.int32)),
-        pb_utils.Tensor("fresh_pages", np.array(call.fresh_pages, dtype=np.int32)),
-    ]
-
-
 def read_call(request: Any, vocab_size: int, hidden_size: int, max_model_len: int) -> tuple[DraftCall, CallNumber]:
-    """The reverse of `call_tensors`. Raises ValueError naming the input that does not fit the others, or the model.
+    """The reverse of `backend.engine_process.drafts.call_arrays`. Raises ValueError naming the input that does not fit the others, or the model.
 
     Anybody can call the model, and an index out of range would end the process on a GPU.
     """
@@ -107,68 +79,3 @@ def reply_tensors(reply: DraftReply, vocab_size: int) -> list[Any]:
     own = [reply.probs[b] for b in sorted(reply.probs)]
     probs = torch.cat(own) if own else torch.empty(0, vocab_size)
     return [pb_utils.Tensor("drafts", drafts), _to_tensor("probs", probs)]
-
-
-def read_reply(response: Any, call: DraftCall, device: torch.device) -> DraftReply:
-    """Raises DraftError for an answer that does not fit the call."""
-    if response.has_error():
-        raise DraftError(response.error().message())
-    outputs = {tensor.name(): tensor for tensor in response.output_tensors()}
-    drafts, probs = outputs["drafts"].as_numpy(), _to_torch(outputs["probs"])
-    owners = [b for b, (mode, _, _) in enumerate(call.choices) if mode == OWN_NOISE and call.num_drafts[b]]
-    if len(drafts) != len(call.num_drafts) or len(probs) != sum(call.num_drafts[b] for b in owners):
-        raise DraftError(f"{len(call.num_drafts)} requests got {len(drafts)} rows of drafts and {len(probs)} of probabilities")
-    reply = DraftReply([[t for t in row if t != -1] for row in drafts.tolist()])
-    begin = 0
-    for b in owners:
-        reply.probs[b] = probs[begin : begin + call.num_drafts[b]].to(device)
-        begin += call.num_drafts[b]
-    return reply
-
-
-class _Worker(threading.Thread):
-    """Makes calls for a thread that must not wait for ever."""
-
-    def __init__(self) -> None:
-        super().__init__(name="drafter calls", daemon=True)
-        self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while (request := self.calls.get()) is not None:
-            try:
-                self.answers.put(request.exec())
-            except Exception as error:
-                self.answers.put(error)
-
-
-class BlsDraftService:
-    """A DraftService that calls the `mtp_drafter` model of the same server."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._worker = _Worker()
-        self._session = secrets.randbits(62)
-        self._count = self._num_pages = self._page_size = 0
-
-    def open(self, num_pages: int, page_size: int) -> None:
-        """By the same name each time: the pages of the session before it are given back, not kept beside the new one's."""
-        self._count, self._num_pages, self._page_size = 0, num_pages, page_size
-
-    def draft(self, call: DraftCall) -> DraftReply:
-        number = CallNumber(self._session, self._count, self._num_pages, self._page_size)
-        self._count += 1
-        request = pb_utils.InferenceRequest(
-            model_name=self._model_name, requested_output_names=["drafts", "probs"], inputs=call_tensors(call, number)
-        )
-        self._worker.calls.put(request)
-        try:
-            answer = self._worker.answers.get(timeout=CALL_SECONDS)
-        except queue.Empty:
-            self._worker.calls.put(None)  # it ends if it ever gets its answer
-            self._worker = _Worker()
-            raise DraftError(f"model {self._model_name!r} did not answer within {CALL_SECONDS} s") from None
-        if isinstance(answer, Exception):
-            raise DraftError(f"model {self._model_name!r}: {answer}")
-        return read_reply(answer, call, call.hidden.device)

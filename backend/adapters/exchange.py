@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.adapters.request_io import Answer, CorpusCall, GenerateCall
+from backend.adapters.request_io import Answer
 
 
 @dataclass(slots=True, eq=False)
@@ -13,13 +13,11 @@ class Exchange:
     """One Triton request and the way back to its client."""
 
     sender: Any
+    number: int = 0
+    """By which the engine's process knows it."""
     client_id: str = ""
     key: str = ""
     """The engine's name for it."""
-    call: GenerateCall | CorpusCall | None = None
-    """Until it is tokenized; None for a request to end another one too."""
-    deadline: float | None = None
-    num_completions: int = 1
     num_open: int = 1
     """Completions whose end was not sent. The sender thread's, once the engine has the request."""
     is_streamed: bool = True
@@ -27,8 +25,6 @@ class Exchange:
     last_sent: float = 0.0
     last_look: float = 0.0
     """When the server was asked whether the client is still there. The sender thread's."""
-    is_submitted: bool = False
-    """Whoever tokenizes is through with it: the engine has it, or it was refused."""
     is_cancelled: bool = False
     """Its end was asked for, by its client or by another request."""
     is_closed: bool = False

@@ -12,7 +12,6 @@ from backend.adapters.request_io import Answer, read_id
 from backend.adapters.stub import (
     check_interpreter,
     drain_file,
-    end_with_server,
     log_to_server,
     read_engine_config,
     refuse,
@@ -20,7 +19,7 @@ from backend.adapters.stub import (
 from backend.core import Delta, SpeculationStats
 from backend.errors import EngineError
 from backend.following import FollowingHost
-from backend.own_process import has_begun
+from backend.own_process import end_with_parent, has_begun
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
-        end_with_server()
+        end_with_parent()
         log_to_server()
         self._host = FollowingHost(read_engine_config(args))
         logger.info("the ranks of this host compute for %s", self._host.master)

@@ -11,7 +11,6 @@ from backend.adapters.draft_io import read_call, reply_tensors
 from backend.adapters.stub import (
     check_interpreter,
     describe_error,
-    end_with_server,
     log_to_server,
     model_folder,
     read_parameters,
@@ -27,7 +26,7 @@ from backend.errors import ConfigError
 from backend.model_files import settle_path
 from backend.models import load_model
 from backend.models.mtp import Mtp
-from backend.own_process import has_begun
+from backend.own_process import end_with_parent, has_begun
 from backend.parallel.ranks import Ranks
 from backend.speculative_config import SpeculativeConfig
 
@@ -43,7 +42,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
-        end_with_server()
+        end_with_parent()
         log_to_server()
         values = read_parameters(args)
         if unknown := set(values) - {"model", *OWN_KEYS, *ENGINE_KEYS}:

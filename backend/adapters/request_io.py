@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.core import Delta
+from backend.core import MAX_CHARACTERS_PER_TOKEN, MAX_TIMEOUT, Delta
+from backend.engine_process.calls import MAX_CORPUS_CHARACTERS, MAX_MESSAGES_CHARACTERS, CorpusCall, GenerateCall, read_json
 from backend.errors import RequestError
-from backend.intake import MAX_CHARACTERS_PER_TOKEN, MAX_TIMEOUT
 from backend.sampling_params import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE_CHARACTERS
 from backend.tools import Tools
@@ -27,10 +27,8 @@ SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,19}")
 PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
-MAX_MESSAGES_CHARACTERS = MAX_SPECULATIVE_CHARACTERS = 2_000_000
-"""`speculative` may hold a predicted answer."""
-MAX_CORPUS_CHARACTERS = 2_000_000
-"""Of one call; more texts come in several."""
+MAX_SPECULATIVE_CHARACTERS = 2_000_000
+"""It may hold a predicted answer."""
 MAX_ID_CHARACTERS = 65536
 MAX_WORD_CHARACTERS = 256
 MAX_UTF8_BYTES = 4
@@ -76,38 +74,10 @@ class InputLimits:
 
 
 @dataclass(slots=True)
-class GenerateCall:
-    """One request as the engine takes it."""
-
-    prompt: Any
-    """Text, token ids, or with `is_chat` messages as JSON, which `read_messages` reads."""
-    params: SamplingParams
-    is_length_default: bool = False
-    """It does not say how long its answer may be: no longer than what the prompt leaves of the context."""
-    is_chat: bool = False
-    tools: Tools | None = None
-    template_variables: dict[str, Any] | None = None
-    """Of a chat, beside those that every template is given."""
-    truncation: Truncation | None = None
-    speculative: dict[str, Any] | None = None
-    priority: int = 0
-    timeout: float | None = None
-    is_streamed: bool = True
-
-
-@dataclass(slots=True)
 class CancelCall:
     """A request to end another one."""
 
     target_id: str
-
-
-@dataclass(slots=True)
-class CorpusCall:
-    """Texts for the suffix trees."""
-
-    text: str
-    """JSON, which `read_corpus_call` reads."""
 
 
 class DescribeCall:
@@ -124,36 +94,10 @@ def read_text(name: str, value: Any) -> str:
         raise RequestError(f"{name} is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
-def _json(name: str, text: str, limit: int) -> Any:
-    if len(text) > limit:
-        raise RequestError(f"{name} has {len(text)} characters; the limit is {limit}")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # the first also of integers with too many digits
-        raise RequestError(f"{name} is not valid JSON: {str(error).partition(';')[0]}") from None
-
-
 def _json_object(name: str, text: str, limit: int = MAX_JSON_CHARACTERS) -> dict[str, Any]:
-    value = _json(name, text, limit)
+    value = read_json(name, text, limit)
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {text!r:.80}")
-    return value
-
-
-def read_messages(text: str) -> list[dict[str, Any]]:
-    """Raises RequestError for what is no list of messages."""
-    value = _json("messages", text, MAX_MESSAGES_CHARACTERS)
-    good = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and ("content" in m or "tool_calls" in m) for m in value)
-    if not good:
-        raise RequestError(f"messages must be a list of objects with role and content or tool_calls, got {text!r:.80}")
-    return value
-
-
-def read_corpus_call(text: str) -> list[Any]:
-    """Raises RequestError for what is no list of anything."""
-    value = _json("suffix_corpus", text, MAX_CORPUS_CHARACTERS)
-    if not isinstance(value, list) or not value:
-        raise RequestError(f"suffix_corpus must be a list of texts or of lists of token ids, got {text!r:.80}")
     return value
 
 
@@ -172,7 +116,7 @@ def _read_tools(values: dict[str, Any]) -> Tools | None:
 
 def read_tools(text: str, choice: object = None, is_parallel: bool = True) -> Tools:
     """Raises RequestError for what are no tools."""
-    return Tools.from_values(_json("tools", text, MAX_MESSAGES_CHARACTERS), choice, is_parallel)
+    return Tools.from_values(read_json("tools", text, MAX_MESSAGES_CHARACTERS), choice, is_parallel)
 
 
 def read_template_variables(text: str) -> dict[str, Any]:

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
-FIRST_SECONDS = 0.001
-"""For which a first token's response is waited for: a step that is under way takes longer, and the next one is launched in time."""
 LOOK_SECONDS = 0.05
 """Between looks whether the client of a request that sends is still there: each is a round trip to the server, of some 50 us."""
 
@@ -38,24 +36,11 @@ News = tuple[Exchange, Delta | None]
 
 
 class ResponseThread:
-    def __init__(
-        self,
-        publisher: MetricsPublisher,
-        cancel: Callable[[str], object],
-        end_early: Callable[[Exchange], object],
-        forget: Callable[[Exchange], None],
-        give_way: Callable[[], object],
-    ) -> None:
-        """cancel: ends the engine's requests of a key; end_early: cancels a request, wherever it is; forget: its final response was sent;
-        give_way: called before each response is made."""
-        self._publisher, self._cancel, self._end_early, self._forget = publisher, cancel, end_early, forget
-        self._give_way = give_way
+    def __init__(self, publisher: MetricsPublisher, end_early: Callable[[Exchange], object], forget: Callable[[Exchange], None]) -> None:
+        """end_early: cancels a request, wherever it is; forget: its final response was sent."""
+        self._publisher, self._end_early, self._forget = publisher, end_early, forget
         self._outbox: queue.SimpleQueue[list[News] | None] = queue.SimpleQueue()
         self._held: list[tuple[Exchange, Answer]] = []  # what waits for other requests' ends
-        self._is_idle = False
-        self._is_awaited = False
-        self._is_begun = threading.Event()
-        """What was awaited is on its way to the server."""
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
 
     def start(self) -> None:
@@ -64,22 +49,6 @@ class ResponseThread:
     def put(self, news: list[News]) -> None:
         """From any thread; sent in the order in which they came."""
         self._outbox.put(news)
-
-    def put_first(self, news: list[News]) -> None:
-        """As `put`, by the engine's thread, which waits until a response is on its way, where nothing else is to be sent: else the sender wakes when
-        the next step has been planned, and gives way to its launch (0.3 to 0.7 ms, measured with a device's times put in the place of the CPU's)."""
-        if not self._is_idle:
-            self.put(news)
-            return
-        self._is_begun.clear()
-        self._is_awaited = True
-        self.put(news)
-        self._is_begun.wait(FIRST_SECONDS)
-        self._is_awaited = False
-
-    def _note_begun(self) -> None:
-        if self._is_awaited:
-            self._is_begun.set()
 
     def stop(self, timeout: float) -> None:
         """Sends what was put before, waiting so many seconds for it."""
@@ -90,9 +59,7 @@ class ResponseThread:
         """Sends what the others made, one response per request and step; steps that piled up meanwhile go together."""
         is_open = True
         while is_open:
-            self._is_idle = True
             groups = [self._outbox.get()]
-            self._is_idle = False
             while not self._outbox.empty():
                 groups.append(self._outbox.get())
             is_open = None not in groups
@@ -106,19 +73,17 @@ class ResponseThread:
                     found[1].add(delta)
             for exchange, answer in merged.values():
                 self._send_safely(exchange, answer)
-            self._note_begun()  # or there was nothing to send of it: its answer comes whole
             held, self._held = self._held, []
             for exchange, answer in held:
                 self._send_safely(exchange, answer)
 
     def _send_safely(self, exchange: Exchange, answer: Answer) -> None:
         """Whatever goes wrong belongs to this request only, and ends it."""
-        self._give_way()
         try:
             self._send(exchange, answer)
         except Exception as error:
             logger.exception("request %r: the response could not be sent", exchange.client_id)
-            self._cancel(exchange.key)
+            self._end_early(exchange)
             try:
                 self._send_error(exchange, error)
             except Exception:
@@ -145,7 +110,7 @@ class ResponseThread:
         self._publisher.num_responses += 1
         (delta,) = answer.deltas
         if delta.error is not None:
-            self._cancel(exchange.key)  # its siblings, if it has any
+            self._end_early(exchange)  # its siblings, if it has any
             self._send_error(exchange, delta.error)
             return
         if delta.is_final:
@@ -162,7 +127,6 @@ class ResponseThread:
         if is_last:
             self._send_final(exchange, response)
         else:
-            self._note_begun()
             exchange.sender.send(response)
             self._look(exchange, now)
 
@@ -187,7 +151,6 @@ class ResponseThread:
 
     def _send_final(self, exchange: Exchange, response: Any) -> None:
         exchange.is_closed = True
-        self._note_begun()
         exchange.sender.send(response, flags=FINAL)
         self._close(exchange)
 

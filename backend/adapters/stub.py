@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import json
 import logging
 import os
-import re
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +14,7 @@ import numpy
 import triton_python_backend_utils as pb_utils
 
 from backend.config import EngineConfig
-from backend.errors import CapacityError, ConfigError, EngineError
-from backend.heap import Heap
+from backend.errors import ConfigError, describe_error, error_code
 from backend.model_files import settle_path
 
 DRAIN_FILE = "drain-{pid}"
@@ -28,9 +22,6 @@ DRAIN_FILE = "drain-{pid}"
 server writes it: the seconds for which open requests may go on. New ones are refused; when none is open the engine ends, what it keeps is saved,
 and the file is removed. A file, since the server itself refuses nobody until it stops, does not wait for streams, and may never come to
 `finalize`: a stream that its client left at a bad moment holds the model (see finalize)."""
-SERVER_LOOK_SECONDS = 0.5
-STUCK_SECONDS = 15.0
-"""Nothing that lives keeps Python's lock for so long."""
 
 
 def check_interpreter() -> None:
@@ -40,26 +31,6 @@ def check_interpreter() -> None:
             f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2 and would pass corrupt tensors; "
             "run: pip install 'numpy<2'"
         )
-
-
-def end_with_server() -> None:
-    """Ends this process when its server has died: a stub with requests in hand stays and computes for ever (measured).
-
-    A call to a dead server, such as one that creates a metric, never returns and keeps Python's lock (measured): then no thread of Python
-    runs, and a timer of faulthandler's, which needs none, says where each one stands and ends the process.
-    SIGUSR1 has it say that alone: the supervisor asks, before it ends a process that no longer answers.
-    """
-    server, heap = os.getppid(), Heap()
-    faulthandler.register(signal.SIGUSR1)
-
-    def watch() -> None:
-        while os.getppid() == server:
-            faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
-            time.sleep(SERVER_LOOK_SECONDS)
-            heap.look()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="server watch", daemon=True).start()
 
 
 def log_to_server(logger_name: str = "backend") -> None:
@@ -130,25 +101,9 @@ def read_engine_config(arguments: dict[str, str]) -> EngineConfig:
     return dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
 
 
-def error_code(error: Exception) -> str:
-    """Triton's name for what went wrong."""
-    if isinstance(error, CapacityError | EngineError):
-        return "UNAVAILABLE"
-    return "INVALID_ARG" if isinstance(error, ValueError) else "INTERNAL"
-
-
 def refuse(request_id: str, error: Exception) -> Any:
     """A response that tells the error, its code and the request, where it has a name: gRPC streams carry the message alone."""
     code = error_code(error)
     request = f"request {request_id!r:.100}: " if request_id else ""
     message = f"[{code}] {request}{describe_error(error)}"
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
-
-
-_PRIVATE = re.compile(r"\S*triton_python_backend_shm\S*|/dev/shm/\S*")
-"""Names of shared-memory regions: who knows one can have the server map it."""
-
-
-def describe_error(error: Exception) -> str:
-    """An error's message as clients may see it: without names of shared-memory regions, and as text that the server can carry."""
-    return _PRIVATE.sub("(a shared-memory region)", str(error)).encode("utf-8", "backslashreplace").decode()

@@ -9,22 +9,23 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages, read_template_variables, read_text, read_tools
+from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_template_variables, read_text, read_tools
 from backend.adapters.stub import (
     check_interpreter,
-    end_with_server,
     error_code,
     log_to_server,
     read_parameters,
     refuse,
     resolve_model,
 )
+from backend.core import MAX_CHARACTERS_PER_TOKEN
+from backend.engine_process.calls import read_messages
 from backend.errors import ConfigError, ModelError, RequestError
-from backend.intake import MAX_CHARACTERS_PER_TOKEN, check_unicode
+from backend.intake import check_unicode
 from backend.model_files import read_config
 from backend.models.rope_spec import read_context_len
 from backend.models.values import Values
-from backend.own_process import has_begun
+from backend.own_process import end_with_parent, has_begun
 from backend.text import Tokenizer
 from backend.tools import find_format
 
@@ -51,7 +52,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
-        end_with_server()
+        end_with_parent()
         log_to_server()
         values = read_parameters(args)
         if unknown := set(values) - set(PARAMETERS):

@@ -19,6 +19,8 @@ REGION = "triton_python_backend_shm_region_"
 REGIONS_FILE = ".regions"
 """In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
+ENGINE_MODULE = b"backend.engine_process.main"
+"""On the command line of an engine's process, which a model's process starts."""
 DUMP_SECONDS = 0.5
 """For a process to say where its threads stand."""
 STOPPED_SECONDS = 2.5
@@ -27,7 +29,7 @@ STOPPED_SECONDS = 2.5
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """The process of one instance of a model."""
+    """The process of one instance of a model that the server has."""
 
     pid: int
     model: str
@@ -92,6 +94,15 @@ def find_stubs(server_pid: int) -> list[Stub]:
     return found
 
 
+def find_engine(stub: Stub) -> int | None:
+    """The engine's process of an instance that has one. Both end together."""
+    for child in _find_children(stub.pid):
+        with contextlib.suppress(psutil.Error):
+            if ENGINE_MODULE in map(os.fsencode, child.cmdline()):
+                return child.pid
+    return None
+
+
 def _find_children(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children()
@@ -99,11 +110,11 @@ def _find_children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def dump_threads(stubs: Iterable[Stub]) -> None:
-    """Has models' processes that run and do not answer write to the server's log where each of their threads stands (backend/adapters/stub.py)."""
-    for stub in stubs:
+def dump_threads(pids: Iterable[int]) -> None:
+    """Has models' processes that run and do not answer write to the server's log where each of their threads stands (backend/own_process.py)."""
+    for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(stub.pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR1)
     time.sleep(DUMP_SECONDS)
 
 

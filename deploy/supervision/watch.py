@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, MAX_LOOK_SECONDS, Probe, ServerApi
-from deploy.supervision.processes import StoppedProcesses, Stub, dump_threads, find_stubs, is_running
+from deploy.supervision.processes import StoppedProcesses, Stub, dump_threads, find_engine, find_stubs, is_running
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +164,13 @@ class ModelWatch(threading.Thread):
     def _watch(self, stubs: list[Stub]) -> str | None:
         """Returns why the model is down, or None when told to stop."""
         probe: Probe | None = None
+        pids = [pid for s in stubs for pid in (s.pid, find_engine(s)) if pid is not None]
         due, num_errors, stopped = time.monotonic(), 0, StoppedProcesses(self._stopped_seconds)
         while not self._is_over.wait(LOOK_SECONDS):
-            if dead := [s.pid for s in stubs if not is_running(s.pid)]:
+            if dead := [pid for pid in pids if not is_running(pid)]:
                 return f"its process {dead[0]} died"
             now = time.monotonic()
-            if (pid := stopped.find([s.pid for s in stubs], now)) is not None:
+            if (pid := stopped.find(pids, now)) is not None:
                 return f"its process {pid} is stopped (SIGSTOP)"
             if probe is None:
                 probe = Probe(self._api, self.state.name) if now >= due else None
@@ -178,7 +179,7 @@ class ModelWatch(threading.Thread):
             if answer is None:
                 if not probe.wait_longer(self._hang_seconds):
                     probe.close()
-                    dump_threads(stubs)
+                    dump_threads(pids)
                     return f"it has answered nothing for {self._hang_seconds:g} s, the limit (hang_seconds)"
                 continue
             num_errors = num_errors + 1 if answer else 0

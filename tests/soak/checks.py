@@ -17,8 +17,8 @@ GAUGES = ("kv_pages_held", "requests_running", "requests_waiting")
 STOP_SECONDS = 60.0
 STUB = "triton_python_backend_stub"
 """Of those killed, tritonserver leaves the status of some unread until it ends itself (release 24.10): these zombies are let be until then."""
-MAX_GROWTH = {"decode": 256, "tokenizer": 64, "mtp_drafter": 480, "tritonserver": 256, "gateway": 128, "supervisor": 32}
-"""MiB that a process may have beyond what it had after the warm-up, which was a storm too and had touched every KV page. decode, mtp_drafter: what
+MAX_GROWTH = {"decode": 64, "engine": 256, "tokenizer": 64, "mtp_drafter": 480, "tritonserver": 256, "gateway": 128, "supervisor": 32}
+"""MiB that a process may have beyond what it had after the warm-up, which was a storm too and had touched every KV page. engine, mtp_drafter: what
 libc keeps of freed tensors, by thread, and oneDNN of products, by their shapes (RESULTS.md); suffix trees of 500 answers. tritonserver: it keeps some
 kB of each request on a gRPC stream that it refuses itself (docs/operations.md). gateway: buffers of as many bodies of 4 MB as came at once."""
 

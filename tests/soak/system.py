@@ -16,7 +16,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from client import Client, GenerateError
 from client.loopback import open_url
 from deploy.demo import free_ports, stop_server
-from deploy.supervision.processes import Stub, find_stubs, is_running, read_state
+from deploy.supervision.processes import Stub, find_engine, find_stubs, is_running, read_state
 from tests.servers import RunningServer, serve
 
 HANG_SECONDS = 10.0
@@ -33,7 +33,7 @@ SPECULATION = {
 """Every method, the drafter in a process of its own."""
 OPTIONS = ("--max-batch-size=32", "--kv-cache-memory=256MiB", f"--hang-seconds={HANG_SECONDS:g}", "--max-restarts=20", "--drain-seconds=10")
 MODELS = ("decode", "tokenizer", "mtp_drafter")
-KINDS = (*MODELS, "tritonserver", "gateway", "supervisor")
+KINDS = (*MODELS, "engine", "tritonserver", "gateway", "supervisor")
 
 
 def lay_out_model(folder: Path) -> Path:
@@ -119,6 +119,9 @@ class System:
     def processes(self) -> dict[str, int]:
         """By kind; those that run."""
         found = {stub.model: stub.pid for stub in self.stubs()}
+        engines = [find_engine(stub) for stub in self.stubs() if stub.model == "decode"]
+        if engines and engines[0] is not None:
+            found["engine"] = engines[0]
         if pid := self.server_pid:
             found["tritonserver"] = pid
         for kind, process in (("gateway", self.gateway_process), ("supervisor", self.server.process)):

@@ -1,0 +1,71 @@
+"""The engine's process: its argument is the number of the line's descriptor, which the process that Triton has keeps the other end of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from backend.engine_process.host import EngineHost
+from backend.engine_process.line import Line
+from backend.errors import ConfigError, EngineError, ModelError, describe_error
+from backend.own_process import end_with_parent, has_begun
+
+EXPECTED = (ConfigError, ModelError, EngineError)
+"""Whose words say enough."""
+
+
+class LineHandler(logging.Handler):
+    """Log records for the server's log."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._line.send("log", record.levelno, self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+def serve(line: Line, host: EngineHost) -> None:
+    """Loads what the other end says, and serves until that is gone."""
+    message = line.receive()
+    if message is None:
+        return
+    reader = threading.Thread(target=host.serve, name="line", daemon=True)
+    reader.start()
+    try:
+        host.load(*message.values)
+        has_begun()
+        host.start()
+    except Exception as error:
+        kind = next((known.__name__ for known in EXPECTED if isinstance(error, known)), "")
+        if not kind:
+            logging.getLogger(__name__).exception("the engine could not be loaded")
+        line.send("failed", kind, describe_error(error) if kind else f"{type(error).__name__}: {describe_error(error)}")
+        return
+    line.send("ready", host.engine.scheduler.max_model_len)
+    reader.join()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server has it too, and says when it is over
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    line = Line(Connection(int(sys.argv[1])))
+    logger = logging.getLogger("backend")
+    logger.handlers, logger.propagate = [LineHandler(line)], False
+    logger.setLevel(logging.INFO)
+    serve(line, EngineHost(line))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # whatever the engine's threads do
+
+
+if __name__ == "__main__":
+    main()
