@@ -155,7 +155,7 @@ def test_texts_for_the_suffix_trees(model, gate):
 
 def test_the_execute_thread_does_not_tokenize(model, gate):
     senders = [ask(model, text_input=text, max_tokens=1) for text in ("x = 1", LONG, "y = 1")]
-    wait_until(lambda: all(s.threads == {"sender"} for s in senders))
+    wait_until(lambda: all(len(s.threads) == 1 for s in senders))
     assert not any(s.ended.is_set() for s in senders), "they are watched while they wait"
     gate.set()
     assert "the context holds 2048" in senders[1].message()
@@ -181,7 +181,7 @@ def test_what_is_not_tokenized_yet_can_be_cancelled(model, gate, place):
     victim = first if place == "begun" else queued
     cancel = ask(model, cancel="first" if victim is first else "queued")
     if place == "begun":
-        wait_until(lambda: model._responses._held)
+        wait_until(lambda: any(thread._held for thread in model._responses.threads))
         assert not cancel.ended.is_set() and not victim.ended.is_set()
         gate.set()
     assert cancel.reasons() == [b"cancelled"] and victim.ended.is_set()
@@ -263,12 +263,12 @@ def test_the_end_answers_everybody(adapter, model, gate):
 
 def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch):
     """Which names no shared-memory region: whoever knows one can have the server map it."""
-    from backend.adapters.request_io import Answer
+    from backend.adapters.answers import AnswerTensors
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("Failed to increase the shared memory pool size for key 'triton_python_backend_shm_region_7' to 9 bytes")
 
-    monkeypatch.setattr(Answer, "tensors", fail)
+    monkeypatch.setattr(AnswerTensors, "of", fail)
     sender = ask(model, text_input="x = 1")
     assert "[INTERNAL]" in sender.message() and "shared memory pool" in sender.message() and "region_7" not in sender.message()
     monkeypatch.undo()
@@ -339,18 +339,19 @@ def test_news_come_as_they_were(adapter):
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("num_before", [0, 6])
 def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text, count, num_before):
-    from backend.adapters import request_io
+    from backend.adapters.answers import Answer, AnswerTensors
     from backend.core import Delta
 
     def values(delta: Delta) -> dict[str, Any]:
-        return {t.name(): (t.as_numpy().dtype, t.as_numpy().tolist()) for t in request_io.Answer([delta]).tensors()}
+        return {t.name(): (t.as_numpy().dtype, t.as_numpy().tolist()) for t in tensors.of(Answer([delta]))}
 
     def make(index: int) -> Delta:
         prompt = {"num_prompt_tokens": 7 + index, "num_cached_tokens": 2, "begins_thinking": index == 1}
         return Delta("a", index, list(range(count)), text, ["target"] * count, num_output_tokens=num_before + count, **prompt)
 
+    tensors = AnswerTensors()
     kept = [values(make(index)) for index in (0, 1, 0)]
-    monkeypatch.setattr(request_io, "_plain_tensors", lambda delta: None)
+    monkeypatch.setattr(tensors, "_plain", lambda delta: None)
     assert [values(make(index)) for index in (0, 1, 0)] == kept
 
 

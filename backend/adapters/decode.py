@@ -1,6 +1,6 @@
 """The decoupled `decode` model: requests from Triton go to the engine's process, its news come back as responses.
 
-Threads beside the server's own: one that reads what the engine's process says, a sender (backend/adapters/responses.py: each send is a blocking
+Threads beside the server's own: one that reads what the engine's process says, some that send (backend/adapters/responses.py: each send is a blocking
 round trip to the server), a watcher (which asks for keep-alives and cancellation checks of requests that send nothing) and a keeper (which
 publishes metrics, and sees to the end).
 The engine is in a process of its own (backend/engine_process), since threads of one share Python's lock: at 128 requests its steps and the answers
@@ -24,7 +24,7 @@ from backend.adapters.metrics import MetricsPublisher
 from backend.adapters.rank_instance import RankInstance
 from backend.adapters.relay import RequestRelay
 from backend.adapters.request_io import CancelCall, DescribeCall, InputLimits, read_id, read_request
-from backend.adapters.responses import KEEP_ALIVE_SECONDS, ResponseThread
+from backend.adapters.responses import KEEP_ALIVE_SECONDS, Responses
 from backend.adapters.stub import check_interpreter, drain_file, log_to_server, read_engine_config
 from backend.config import EngineConfig
 from backend.core import Delta
@@ -99,7 +99,7 @@ class TritonPythonModel:
             draft=drafter.put if drafter is not None else None,
         )
         self._publisher = MetricsPublisher(args["model_name"], lambda: self._engine.ask("counts"))
-        self._responses = ResponseThread(self._publisher, self._end_early, self._forget)
+        self._responses = Responses(self._publisher, self._end_early, self._forget, self._engine.is_alive)
         self._responses.start()
         self._limits = InputLimits(self._engine.load(Setup(config, calls_drafter, relay is not None)))
         self._sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
@@ -166,6 +166,8 @@ class TritonPythonModel:
             if (exchange := known.get(number)) is not None:
                 if waits_for:
                     exchange.waits_for = [known[other] for other in waits_for if other in known]
+                    for other in exchange.waits_for:
+                        other.is_awaited = True
                 made.append((exchange, delta))
         if made:
             self._responses.put(made)

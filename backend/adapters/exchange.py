@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.adapters.request_io import Answer
+from backend.adapters.answers import Answer
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,10 @@ class Exchange:
     """Its end was asked for, by its client or by another request."""
     is_closed: bool = False
     """Its final response was sent, or is being sent. The sender thread's."""
+    is_over: bool = False
+    """Its final response was sent."""
+    is_awaited: bool = False
+    """Another one's answer comes after its end."""
     is_due: bool = False
     """The sender is to look at it, and has not come to it yet."""
     waits_for: list[Exchange] = field(default_factory=list)

@@ -8,7 +8,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import Answer, read_id
+from backend.adapters.answers import Answer, AnswerTensors
+from backend.adapters.request_io import read_id
 from backend.adapters.stub import (
     check_interpreter,
     drain_file,
@@ -50,7 +51,7 @@ class TritonPythonModel:
                 if pb_utils.get_input_tensor_by_name(request, "cancel") is None:
                     raise EngineError(f"this server's ranks compute for another host: send requests to the server there ({self._host.master})")
                 answer = Answer([Delta("", finish_reason="stop", stats=SpeculationStats())])
-                response = pb_utils.InferenceResponse(answer.tensors())
+                response = pb_utils.InferenceResponse(AnswerTensors().of(answer))
             except Exception as error:
                 response = refuse(name, error)
             sender.send(response, flags=FINAL)

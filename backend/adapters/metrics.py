@@ -27,8 +27,7 @@ class MetricsPublisher:
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._published: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        self.num_responses = 0
-        """Sent with news from the engine. Counted by the thread that sends."""
+        self._num_responses = 0
         self._is_on = True
         self._errors = Counter(dict.fromkeys(ERROR_CODES, 0))
         self._lock = threading.Lock()
@@ -38,10 +37,15 @@ class MetricsPublisher:
         with self._lock:
             self._errors[code] += 1
 
+    def count_response(self) -> None:
+        """One was sent with news of the engine's. May be called from any thread."""
+        with self._lock:
+            self._num_responses += 1
+
     def publish(self) -> None:
+        counts = [*self._ask(), Count("responses_total", "Responses sent with news of a completion", self._num_responses)]
         if not self._is_on:
             return
-        counts = [*self._ask(), Count("responses_total", "Responses sent with news of a completion", self.num_responses)]
         for code in ERROR_CODES:
             counts.append(Count("request_errors_total", "Requests answered with an error, by its kind", self._errors[code], (("code", code),)))
         try:

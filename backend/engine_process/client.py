@@ -8,6 +8,7 @@ import logging
 import queue
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -24,6 +25,7 @@ from backend.own_process import command
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 20.0
+SILENT_SECONDS = 2.0
 END_SECONDS = 15.0
 """For the process to end by itself."""
 FAILURES = {kind.__name__: kind for kind in (ConfigError, ModelError, EngineError)}
@@ -66,6 +68,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._asked: dict[int, queue.SimpleQueue[tuple[Any, str]]] = {}
         self._is_closed = self._is_lost = False
+        self._last_heard = time.monotonic()
 
     def load(self, setup: Setup) -> int:
         """-> the context's length. Raises what the engine's loading raises, ModelError where its process ends."""
@@ -121,6 +124,10 @@ class EngineClient:
             raise EngineError(f"{what}: {error}")
         return value
 
+    def is_alive(self) -> bool:
+        """Whether it has said something lately: it is asked for its counts ten times a second."""
+        return time.monotonic() - self._last_heard < SILENT_SECONDS
+
     def close(self) -> None:
         """Ends the process."""
         self._is_closed = True
@@ -137,6 +144,7 @@ class EngineClient:
 
     def _read(self) -> None:
         while (message := self._line.receive()) is not None:
+            self._last_heard = time.monotonic()
             self._deal_with(message.kind, message.values)
         self._is_lost = True
         for answer in list(self._asked.values()):

@@ -22,7 +22,7 @@ REGIONS_FILE = ".regions"
 ENGINE_MODULE = b"backend.engine_process.main"
 """On the command line of an engine's process, which a model's process starts."""
 DUMP_SECONDS = 0.5
-"""For a process to say where its threads stand."""
+"""For processes to say where their threads stand."""
 STOPPED_SECONDS = 2.5
 """Of a process that other ranks wait for: clients of all of them are to know within 5 s."""
 
@@ -112,10 +112,11 @@ def _find_children(pid: int) -> list[psutil.Process]:
 
 def dump_threads(pids: Iterable[int]) -> None:
     """Has models' processes that run and do not answer write to the server's log where each of their threads stands (backend/own_process.py)."""
-    for pid in pids:
+    known = list(pids)
+    for pid in known:  # one after the other: they write to one log
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(DUMP_SECONDS)
+        time.sleep(DUMP_SECONDS / len(known))
 
 
 def find_regions(server_pid: int) -> set[str]:
