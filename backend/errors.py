@@ -52,10 +52,8 @@ _PRIVATE = re.compile(r"\S*triton_python_backend_shm\S*|/dev/shm/\S*")
 """Names of shared-memory regions: who knows one can have the server map it."""
 
 
-def portable(error: Exception) -> Exception:
-    """Of the same code and description, for another process."""
-    kind = {"INVALID_ARG": RequestError, "UNAVAILABLE": EngineError, "INTERNAL": InternalError}[error_code(error)]
-    return kind(describe_error(error))
+FROM_ELSEWHERE: dict[str, type[Exception]] = {"INVALID_ARG": RequestError, "UNAVAILABLE": EngineError, "INTERNAL": InternalError}
+"""By its code, what an error of another process is here."""
 
 
 def describe_error(error: Exception) -> str:

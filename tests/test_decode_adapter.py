@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import pickle
+import marshal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,16 +18,16 @@ import numpy as np
 import pytest
 
 from backend.config import BUNDLED_MODEL
-from backend.errors import CapacityError
+from backend.errors import CapacityError, ConfigError, EngineError, ModelError
 from tests.triton_stand_in import HostThread, InferenceRequest, Sender
 
 LONG = "é" * 131_000
 
 
 @contextlib.contextmanager
-def running_model(adapter: Any, folder: Path, speculative: dict[str, Any]) -> Iterator[Any]:
+def running_model(adapter: Any, folder: Path, speculative: dict[str, Any], **options: str) -> Iterator[Any]:
     (folder / "1").mkdir()
-    values = {"model": str(BUNDLED_MODEL), "max_batch_size": "8", "max_waiting": "24", "speculative_config": json.dumps(speculative)}
+    values = {"model": str(BUNDLED_MODEL), "max_batch_size": "8", "max_waiting": "24", "speculative_config": json.dumps(speculative), **options}
     parameters = {key: {"string_value": value} for key, value in values.items()}
     triton_model = adapter.TritonPythonModel()
     triton_model.initialize(
@@ -310,6 +312,66 @@ def test_what_is_published_is_what_was_told(adapter, monkeypatch):
     assert log == [("increment", 3.0), ("set", 0.0), ("increment", 2.0), ("set", 7.0)]
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("", r"ended while it loaded \(status 0\)"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"ended while it loaded \(status -9\)"),
+    ],
+    ids=["ended", "killed"],
+)
+def test_an_engine_s_process_that_ends_while_it_loads(adapter, tmp_path, monkeypatch, code, message):
+    def start(connection: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[connection.fileno()])
+        connection.close()
+        return process
+
+    monkeypatch.setattr("backend.engine_process.client.start_process", start)
+    with pytest.raises(ModelError, match=message), running_model(adapter, tmp_path, PLAIN):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"model": "nothing"}, ModelError, "nothing"),
+        ({"speculative_config": '{"method": "mtp", "model": "nothing"}'}, ModelError, "nothing"),
+        ({"device": "cuda:97"}, (ConfigError, ModelError), "cuda:97|CUDA"),
+    ],
+    ids=["model", "drafter", "device"],
+)
+def test_an_engine_that_cannot_be_loaded_says_why(adapter, tmp_path, values, error, message):
+    with pytest.raises(error, match=message), running_model(adapter, tmp_path, PLAIN, **values):
+        pass
+
+
+def test_who_asks_an_engine_that_is_gone_hears_of_it(adapter):
+    """Whether it goes before it is asked, or then; and nobody waits for one that says nothing."""
+
+    from backend.engine_process import client
+    from backend.engine_process.line import Line
+
+    ends: list[Line] = []
+    lost: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "start_process", lambda connection: ends.append(Line(connection)) or SimpleNamespace(wait=lambda seconds: 3))
+        own = client.EngineClient(lambda news: None, lost.append)
+    (end,) = ends
+    end.send("ready", 5)
+    assert own.load(None) == 5 and end.receive().kind == "load" and own.is_alive()  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match="counts: the engine's process has not answered for 0.01 s"):
+        own.ask("counts", seconds=0.01)
+    threading.Timer(0.1, end.close).start()
+    with pytest.raises(EngineError, match="the engine's process has ended"):
+        own.ask("counts")
+    wait_until(lambda: lost)
+    assert lost == ["the engine's process has ended (status 3)"]
+    with pytest.raises(EngineError, match="the engine's process has ended"):
+        own.ask("counts")
+    with pytest.raises(EngineError, match="the engine's process has ended"):
+        own.submit(1, "a", None, None)  # type: ignore[arg-type]
+
+
 def test_news_come_as_they_were(adapter):
     """But for the names of requests, and errors, which become those that any process knows."""
     from backend.core import Delta, SpeculationStats, TokenLogprobs
@@ -324,13 +386,13 @@ def test_news_come_as_they_were(adapter):
         Delta("a", 0, [5], "x", ["target"], num_output_tokens=3, prompt_text="y", prompt_token_ids=[1]),
     ]
     news = [News(3, plain), *(News(number, delta) for number, delta in enumerate(others)), News(9, others[2], (1, 2))]
-    sent = pickle.loads(pickle.dumps(pack(news)))
-    assert len(sent[0]) > 3 and all(len(item) == 3 for item in sent[1:])
-    plain.request_id = ""
+    sent = marshal.loads(marshal.dumps(pack(news)))
+    assert len(sent[0]) == len(sent[1]) < len(sent[2])
+    for item in news:
+        item.delta.request_id = ""
     assert unpack(sent) == news
     kinds = {RequestError("a"): RequestError, ModelError("b"): RequestError, CapacityError("c"): EngineError, KeyError("d"): InternalError}
-    assert issubclass(EngineError, RuntimeError)
-    found = unpack(pickle.loads(pickle.dumps(pack([News(1, Delta("a", error=error)) for error in kinds]))))
+    found = unpack(marshal.loads(marshal.dumps(pack([News(1, Delta("a", error=error)) for error in kinds]))))
     assert [type(item.delta.error) for item in found] == list(kinds.values())
     assert [str(item.delta.error) for item in found] == ["a", "b", "c", "'d'"]
 

@@ -105,7 +105,7 @@ class EngineHost:
         for item in news:
             if item.delta.error is not None and error_code(item.delta.error) == "INTERNAL":
                 logger.error("request %r failed", item.delta.request_id, exc_info=item.delta.error)
-        self._line.send("news", pack(news))
+        self._line.send_plain("news", pack(news))
 
     def _refuse(self, number: int, key: str, error: Exception) -> None:
         self._tell([News(number, Delta(key, error=error))])
