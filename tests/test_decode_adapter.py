@@ -73,8 +73,10 @@ ends_its_model = pytest.mark.parametrize("speculative", [PLAIN], ids=["own"])
 def gate(model, monkeypatch):
     """Holds up the tokenizer until it is set."""
     opened, encode = threading.Event(), model.host.engine.tokenizer.encode
+    opened.begun = threading.Event()
 
     def wait(*args: Any, **options: Any) -> list[int]:
+        opened.begun.set()
         assert opened.wait(60)
         return encode(*args, **options)
 
@@ -219,7 +221,7 @@ def test_a_deadline_counts_from_the_arrival(model, gate, is_streamed):
 def test_more_than_may_wait_are_refused(model, gate):
     senders = [ask(model, input_ids=[5, 6], max_tokens=1) for _ in range(8)]
     waiting = [ask(model, text_input="x = 1", max_tokens=1)]
-    wait_until(lambda: not any(model.host.intake._queues))  # else those before it leave room for the last of those that follow
+    assert gate.begun.wait(60)  # else those before it leave room for the last of those that follow
     waiting += [ask(model, text_input="x = 1", max_tokens=1) for _ in range(39)]
     assert waiting[-1].ended.wait(60), "the last of many is refused, after those before it"
     refused = [s for s in waiting if s.ended.is_set()]
@@ -359,7 +361,7 @@ def test_who_asks_an_engine_that_is_gone_hears_of_it(adapter):
     (end,) = ends
     end.send("ready", 5)
     assert own.load(None) == 5 and end.receive().kind == "load" and own.is_alive()  # type: ignore[arg-type]
-    with pytest.raises(TimeoutError, match="counts: the engine's process has not answered for 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"counts: the engine's process has not answered for 0\.01 s"):
         own.ask("counts", seconds=0.01)
     threading.Timer(0.1, end.close).start()
     with pytest.raises(EngineError, match="the engine's process has ended"):

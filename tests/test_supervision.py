@@ -462,6 +462,12 @@ def test_decode_goes_under_load(supervised, gateway, victim, how):
     supervised.assert_went(before, "decode", "server")
 
 
+def test_the_process_that_answers_does_not_compute(supervised):
+    """It has not even loaded what computes: nothing of the kind shares Python's lock with it."""
+    maps = [Path(f"/proc/{pid}/maps").read_text("utf-8", "replace") for pid in (supervised.stub("decode"), supervised.server.engine_pid)]
+    assert ["libtorch" in text for text in maps] == [False, True]
+
+
 _ptrace = ctypes.CDLL(None, use_errno=True).ptrace
 _ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 PTRACE_CONT, PTRACE_SEIZE, PTRACE_INTERRUPT = 7, 0x4206, 0x4207

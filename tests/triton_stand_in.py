@@ -84,7 +84,7 @@ class Sender:
 
     def finish(self) -> list[InferenceResponse]:
         assert self.ended.wait(60)
-        assert len(self.threads) == 1 and min(self.threads).startswith("sender ")
+        assert len(self.threads) == 1 and min(self.threads).startswith("sender")
         return self.responses
 
     def reasons(self) -> list[bytes]:
