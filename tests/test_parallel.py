@@ -22,6 +22,8 @@ from backend.core import Delta
 from backend.errors import ConfigError, EngineError
 from backend.follower import Steps
 from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, RanksDiffer, Verdicts, check_verdicts
+from backend.models import embedding
+from backend.models.embedding import Embedding, splits_embedding
 from backend.models.layers import Part, Weights
 from backend.models.loader import DummyCheckpoint
 from backend.models.spec import Projection
@@ -108,8 +110,10 @@ def test_four_ranks_whose_pages_run_out(llm_one: LLM, expected: list[list[list[i
 
 
 def test_ranks_choose_a_share_of_the_rows(llm_one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests whose rows lie on several ranks, of all kinds: where one needs all rows, all of the step's go to all."""
+    """Requests whose rows lie on several ranks, of all kinds: where one needs all rows, all of the step's go to all. Each has some of the
+    embedding's columns, too."""
     monkeypatch.setattr(ranks_of, "MIN_SHARED_ROWS", 2)
+    monkeypatch.setattr(embedding, "MIN_SAVED_BYTES", 0)
     size, shared, kinds = 4, [], []
     monkeypatch.setattr(program, "choose_own_rows", lambda *own: shared.append((own[4], len(own[0]))) or choose_own_rows(*own))
     with as_threads():
@@ -123,6 +127,7 @@ def test_ranks_choose_a_share_of_the_rows(llm_one: LLM, monkeypatch: pytest.Monk
         )
         assert found == wanted
         kinds.append({(rows, share) for rows, share in shared})
+    assert llm.engine.worker.model._embedding.is_split
     llm.close()
     assert len(kinds[1] - kinds[0]) > 4 and any(rows % size for rows, _ in kinds[1])
     assert all(share == -(-rows // size) for rows, share in kinds[1])
@@ -188,9 +193,10 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 
 
 @pytest.mark.parametrize(("kind", "tree", "size"), SPLIT)
-def test_a_drafter_on_ranks(kind: str, tree: str | None, size: int, targets: Targets, tmp_path: Path) -> None:
+def test_a_drafter_on_ranks(kind: str, tree: str | None, size: int, targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft is taken (of a tree, those of one path), so that the answers are what the drafter makes on several ranks and on one. Medusa's
-    and Hydra's heads are every rank's, others are split; "": the target's own memory drafts."""
+    and Hydra's heads are every rank's, others are split; "": the target's own memory drafts. Of chains' target the embedding is split, too."""
+    monkeypatch.setattr(embedding, "MIN_SAVED_BYTES", 2**30 if tree else 0)
     target, speculative = make_drafter(kind, targets, tmp_path / "drafter") if kind else (targets["attending"][1], {"method": "token_recycling"})
     config = {"num_speculative_tokens": 3, "accept_policy": "accept_all", "adaptive": False, **speculative} | (TREES[tree] if tree else {})
     prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
@@ -214,6 +220,33 @@ def test_vocabularies_of_any_size_are_split(size: int, count: int) -> None:
     found = on_ranks(size, lambda ranks: (ranks.vocabulary(count), ranks.gather_vocabulary(expected[:, ranks.vocabulary(count)], count)))
     assert all(torch.equal(whole, expected) for _, whole in found)
     assert len({own.stop - own.start for own, _ in found}) == 1
+
+
+@pytest.mark.parametrize("scale", [None, 3.5])
+@pytest.mark.parametrize(("size", "width"), [(2, 64), (3, 40), (4, 24)])
+def test_an_embedding_is_split_by_its_columns(size: int, width: int, scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree whether another is the same, wherever it differs; none keeps more than its own part."""
+    monkeypatch.setattr(embedding, "MIN_SAVED_BYTES", 0)
+    weight, token_ids = torch.randn(50, width), torch.randint(50, (17,))
+    other = weight.clone()
+    other[3, width - 1] += 1
+    of_all = weight if scale is None else weight * scale
+
+    def look(ranks: Ranks) -> Any:
+        own = Embedding(weight, ranks, scale, is_tied=False)
+        assert own._weight.untyped_storage().nbytes() == own._weight.nbytes < weight.nbytes
+        return own(token_ids), own.is_same(of_all), own.is_same(other if scale is None else other * scale)
+
+    for rows, is_same, is_other_same in on_ranks(size, look):
+        assert torch.equal(rows, of_all[token_ids]) and (is_same, is_other_same) == (True, False)
+
+
+def test_which_embeddings_are_split() -> None:
+    """Those of which each rank saves a gigabyte: of one that is the head's weights, too, a rank keeps rows besides."""
+    size_70b, size_8b = 128256 * 8192 * 2, 128256 * 4096 * 2
+    assert [splits_embedding(size_70b, size, False) for size in (1, 2, 4, 8)] == [False, False, True, True]
+    assert [splits_embedding(size_70b, size, True) for size in (1, 2, 4, 8)] == [False, False, False, True]
+    assert not splits_embedding(size_8b, 8, False)
 
 
 def test_a_rank_keeps_its_share_of_the_head_alone() -> None:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from backend.kv_store import CacheSpec
 from backend.models.cache_scales import Scales, read_cache_scales
 from backend.models.decoder_layer import AttentionKinds, DecoderLayer, find_kinds
+from backend.models.embedding import Embedding
 from backend.models.head import Head
 from backend.models.layers import ATTENTION, Wanted, Weights, own_heads
 from backend.models.loader import Checkpoint
@@ -64,9 +65,16 @@ class Decoder:
         self._token_shape, self._num_planes = own.token_shape(self.heads.num_kv), own.num_planes
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
-        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
         weights = Weights(checkpoint, dtype, device, ranks, quantization, is_expert_parallel=is_expert_parallel)
-        self.embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
+        embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
+        rounded = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # as models were trained with it
+        self._embedding = Embedding(embedding, ranks, rounded, spec.is_tied)
+        is_shared = not self._embedding.is_split
+        self._head = self._draft_head = Head(spec, weights, embedding, draft_ids if only_drafts else None, keeps_embedding=is_shared)
+        self.draft_ids = None if draft_ids is None else draft_ids.to(device)
+        if draft_ids is not None and not only_drafts:
+            self._draft_head = Head(spec, weights, embedding, draft_ids, keeps_embedding=is_shared)
+        del embedding
         self.layers: list[DecoderLayer] = []
         self._tables: list[RopeTables] = []
         self._table_of: list[int] = []
@@ -78,10 +86,6 @@ class Decoder:
         if reads_cache_scales:
             self.stored_scales = read_cache_scales(spec, weights)
         self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
-        self._head = self._draft_head = Head(spec, weights, self.embedding, draft_ids if only_drafts else None)
-        self.draft_ids = None if draft_ids is None else draft_ids.to(device)
-        if draft_ids is not None and not only_drafts:
-            self._draft_head = Head(spec, weights, self.embedding, draft_ids)
         self.num_written_weights = max(weights.most_written, self._head.num_written_weights, self._draft_head.num_written_weights)
 
     @property
@@ -164,8 +168,10 @@ class Decoder:
         return ops.rms_norm(passing.x, self.norm, self.eps)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding[token_ids]
-        return x if self._embedding_scale is None else x.mul_(self._embedding_scale)
+        return self._embedding(token_ids)
+
+    def has_embedding(self, weight: torch.Tensor) -> bool:
+        return self._embedding.is_same(weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.logits(hidden)

@@ -11,9 +11,6 @@ from backend.models.layers import Weights
 from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.models.loading import Model
 
-COMPARED_ROWS = 8192
-"""Of embeddings at a time."""
-
 
 def load_embedding(name: str, hidden_size: int, checkpoint: Checkpoint, target: Model, weights: Weights) -> torch.Tensor | None:
     """A drafter's own [V, hidden], if the checkpoint has one that is not the target's. name: without `.weight`."""
@@ -21,8 +18,7 @@ def load_embedding(name: str, hidden_size: int, checkpoint: Checkpoint, target: 
     if can_share and (f"{name}.weight" not in checkpoint or isinstance(checkpoint, DummyCheckpoint)):
         return None
     own = weights.whole(f"{name}.weight", (target.vocab_size, hidden_size))
-    rows = torch.arange(target.vocab_size, device=own.device)
-    return None if can_share and all(torch.equal(own[ids], target.embed(ids)) for ids in rows.split(COMPARED_ROWS)) else own
+    return None if can_share and target.has_embedding(own) else own
 
 
 def has_other_order(name: str, count: int, checkpoint: Checkpoint) -> bool:

@@ -13,8 +13,11 @@ from kernels import ops
 class Head:
     """Split over the ranks by `Ranks.vocabulary`."""
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, embedding: torch.Tensor, token_ids: torch.Tensor | None = None) -> None:
-        """embedding [V, hidden]: the head's weights where the two are tied. token_ids [N] int64 on the host: tokens that are scored; None: all."""
+    def __init__(
+        self, spec: DecoderSpec, weights: Weights, embedding: torch.Tensor, token_ids: torch.Tensor | None = None, *, keeps_embedding: bool = True
+    ) -> None:
+        """embedding [V, hidden]: the head's weights where the two are tied. token_ids [N] int64 on the host: tokens that are scored; None: all.
+        keeps_embedding: it stays in memory anyway, whole."""
         self._ranks, self._soft_cap = weights.ranks, spec.logit_soft_cap
         self._count = spec.vocab_size if token_ids is None else len(token_ids)
         if spec.is_tied:
@@ -22,7 +25,8 @@ class Head:
             rows = own if token_ids is None else token_ids[own]
             name, scheme = f"{spec.head}.bias", weights.quantization.head_quant_type
             bias = weights.whole(name, (spec.vocab_size,))[rows] if name in weights.checkpoint else None
-            self._linear = make_linear(embedding[rows] if scheme is None else weights.round(spec.embedding, embedding, scheme).rows(rows), bias)
+            plain = embedding[rows] if keeps_embedding or token_ids is not None else embedding[rows].clone()
+            self._linear = make_linear(plain if scheme is None else weights.round(spec.embedding, embedding, scheme).rows(rows), bias)
         else:
             self._linear = weights.head(Projection(spec.head, spec.vocab_size, spec.hidden_size), token_ids)
         self.num_written_weights = count_written(self._linear)

@@ -18,6 +18,7 @@ from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_drafter, check_model, check_split, find_architecture
 from backend.model_files import MODULES, find_weights, open_weights, read_config
+from backend.models.embedding import splits_embedding
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.gguf_folder import read_file
 from backend.models.latent_spec import LatentSpec
@@ -237,7 +238,7 @@ def _weight_bytes(
     """Of a rank. held: the names of a checkpoint's tensors, where it is quantized."""
     weights, total = WeightList(), 0.0
     spec.list_weights(weights)
-    shares, in_few_bits = _shares(spec, ranks), {*weights.rounded, spec.head}  # others are kept as plain numbers, however they are stored
+    shares, in_few_bits = _shares(spec, dtype, ranks), {*weights.rounded, spec.head}  # others are kept as plain numbers, however they are stored
     for name, shape in weights.required.items():
         own = name.removesuffix(".weight")
         layout = quantization.find(own, held) if quantization is not None and own in in_few_bits else None
@@ -274,9 +275,10 @@ def _kept_bytes(layout: Layout, out: int, inputs: int, dtype: torch.dtype, more_
     return sum(part.nbytes for part in (packed.codes, packed.scales, packed.zeros) if part is not None)
 
 
-def _shares(spec: DecoderSpec, ranks: int) -> dict[str, float]:
+def _shares(spec: DecoderSpec, dtype: torch.dtype, ranks: int) -> dict[str, float]:
     """Of each weight that is not split evenly, by its name, the share that a rank holds."""
-    shares = {f"{spec.embedding}.weight": 1.0}
+    is_split = splits_embedding(spec.vocab_size * spec.hidden_size * dtype.itemsize, ranks, spec.is_tied)
+    shares = {f"{spec.embedding}.weight": (2 if spec.is_tied else 1) / ranks if is_split else 1.0}
 
     def add(share: float, *projections: Projection | None) -> None:
         shares.update({f"{own.name}.weight": share for own in projections if own is not None})

@@ -113,6 +113,10 @@ class Model(Protocol):
         """Token ids [T] -> [T, hidden], as the first layer takes them."""
         ...
 
+    def has_embedding(self, weight: torch.Tensor) -> bool:
+        """Whether `embed` gives the rows of this [V, hidden]. Every rank has to ask, with the same."""
+        ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V] in the model's dtype."""
         ...

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 import kernels.all_reduce
 from backend import LLM, SamplingParams
+from backend.models import embedding
 from backend.parallel.ranks import Ranks, await_rows, make_ranks
 from kernels import scattered
 from kernels._load import device_stream
@@ -91,8 +92,29 @@ def check_sums(rank: int, size: int, port: int) -> None:
         torch.cuda.synchronize()
         assert torch.equal(x, torch.full_like(x, 50 * size)) and torch.equal(gathered, torch.cat([x] * size, dim=1))
         assert torch.equal(shared, gathered[: len(shared)])
+        check_embedding(ranks, device)
         ranks.least(0, device)
         ranks.close()
+
+
+def check_embedding(ranks: Ranks, device: torch.device) -> None:
+    """Split by its columns, of few tokens and of many, and captured."""
+    embedding.MIN_SAVED_BYTES = 0
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(1000, 4096, generator=generator).to(device, torch.bfloat16)
+    token_ids = torch.randint(1000, (5000,), generator=generator).to(device)
+    own = embedding.Embedding(weight, ranks, None, is_tied=False)
+    assert own.is_split and own.is_same(weight) and not own.is_same(weight + 1)
+    for count in (1, 33, 700, 5000):
+        assert torch.equal(own(token_ids[:count]), weight[token_ids[:count]])
+    few, graph = token_ids[:48].clone(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        found = own(few)
+    few.copy_(token_ids[100:148])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, weight[token_ids[100:148]])
 
 
 def check_shared_gpus(rank: int, size: int, port: int) -> None:
