@@ -1,4 +1,4 @@
-"""The engine on CPU: against transformers, with and without ngram, served against offline, and what it costs beside the model.
+"""The engine on CPU: against transformers, with and without ngram, served against offline, two ranks against one, and what it costs beside the model.
 
     python -m benchmarks.serve_cpu [--repeats 3] [--only NAME ...]
 
@@ -21,11 +21,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from benchmarks.workloads import completion_prompts, editing_prompts
+from deploy.supervision.processes import find_engine, find_stubs
 
 Measure = Callable[[], float]
 """Runs once, returns tokens per second."""
@@ -131,6 +133,17 @@ def ngram_on_editing(repeats: int) -> dict[str, dict]:
     }
 
 
+def ranks_against_one(repeats: int) -> dict[str, dict]:
+    """Two processes of one thread each, which exchange sums by gloo, against one process of one thread."""
+    pair, one = LLM(tensor_parallel_size=2, num_threads=1), LLM(num_threads=1)
+    results = {
+        f"two ranks / one, {name}": compare(offline(pair, requests, "none"), offline(one, requests, "none"), repeats)
+        for name, requests in (("batch 1", [(p, 64) for p in completion_prompts(1)]), ("16 mixed", mixed_requests(16)))
+    }
+    pair.close()
+    return results
+
+
 def served_against_offline(repeats: int) -> dict[str, dict]:
     from client import AsyncClient
     from deploy.demo import free_ports, running_server
@@ -154,29 +167,21 @@ def served_against_offline(repeats: int) -> dict[str, dict]:
     with tempfile.TemporaryDirectory() as folder, running_server(*ports, Path(folder) / "log", f"--repository={folder}/repository") as process:
         result = compare(served, offline(llm, requests, "none"), repeats)
         memory = decode_memory(process.pid)
-    return {"served (gRPC) / offline, 16 concurrent": result, "decode process, MB resident beyond the KV cache": {"ours": memory}}
+    return {"served (gRPC) / offline, 16 concurrent": result, "decode processes, MB resident beyond the KV cache": {"ours": memory}}
 
 
-def decode_memory(server_pid: int) -> float:
-    """Resident MB of the decode stub less what the KV cache mapping holds, from /proc."""
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    pids = [int(line.split()[0]) for line in listing.splitlines() if "triton_python_backend_stub" in line and "decode" in line]
-    pid = next(p for p in pids if parent_chain_has(p, server_pid))
+def decode_memory(launcher_pid: int) -> float:
+    """Resident MB of decode's two processes, the engine's and the one that answers, less what the KV cache mapping holds, from /proc."""
+    stubs = (stub for own in psutil.Process(launcher_pid).children(recursive=True) for stub in find_stubs(own.pid))
+    stub = next(stub for stub in stubs if stub.model == "decode")
     resident = cache = 0
-    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
-        size, rss = (int(re.search(rf"^{key}:\s+(\d+) kB", block, re.M)[1]) for key in ("Size", "Rss"))
-        resident += rss
-        if "/dev/zero" in block.split("\n")[0] and size > 50_000:  # the cache's planes are the large shared mappings
-            cache += rss
+    for pid in (stub.pid, find_engine(stub)):
+        for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
+            size, rss = (int(re.search(rf"^{key}:\s+(\d+) kB", block, re.M)[1]) for key in ("Size", "Rss"))
+            resident += rss
+            if "/dev/zero" in block.split("\n")[0] and size > 50_000:  # the cache's planes are the large shared mappings
+                cache += rss
     return (resident - cache) / 1024
-
-
-def parent_chain_has(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return False
 
 
 def host_time(repeats: int) -> dict[str, dict]:
@@ -197,7 +202,13 @@ def host_time(repeats: int) -> dict[str, dict]:
     return results
 
 
-PARTS = {"transformers": against_transformers, "editing": ngram_on_editing, "served": served_against_offline, "host": host_time}
+PARTS = {
+    "transformers": against_transformers,
+    "editing": ngram_on_editing,
+    "ranks": ranks_against_one,
+    "served": served_against_offline,
+    "host": host_time,
+}
 
 
 def main() -> None:
