@@ -66,10 +66,12 @@ def end_with_parent() -> None:
 
 
 def command(module: str) -> list[str]:
-    """What runs a module's `main` in a process of its own; arguments follow."""
+    """What runs a module in a process of its own, in any folder; its arguments follow."""
     # Within the server this process is its stub, which embeds the python3 on PATH.
     python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
-    return [python, "-m", "backend.own_process", module]
+    # Modules are looked for where this process found them: not in the folder that it is in, whose `backend` may be another.
+    path = [str(Path(__file__).parents[1]), *(place for place in sys.path if place)]
+    return [python, "-c", f"import sys; sys.path[:] = {path!r}; from backend.own_process import main; main()", module]
 
 
 def main() -> None:
@@ -77,7 +79,3 @@ def main() -> None:
     begin()
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
     end()
-
-
-if __name__ == "__main__":
-    main()

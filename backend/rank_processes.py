@@ -9,7 +9,6 @@ import subprocess
 import time
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,9 +91,8 @@ def describe_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int
 
 def start_rank(spec: dict[str, Any], module: str = "backend.follower") -> subprocess.Popen[str]:
     """A process of this host, by what `describe_rank` says; its reports come on its output. module: that it runs."""
-    root = str(Path(__file__).parents[1])
     output = subprocess.PIPE if spec["reports"] else None
-    child = subprocess.Popen(own_process.command(module), stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
+    child = subprocess.Popen(own_process.command(module), stdin=subprocess.PIPE, stdout=output, text=True)
     assert child.stdin is not None
     child.stdin.write(json.dumps(spec) + "\n")
     child.stdin.flush()

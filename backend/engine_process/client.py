@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from backend.engine_process.calls import CorpusCall, GenerateCall
@@ -35,9 +34,8 @@ OnNews = Callable[[list[News]], object]
 
 def start_process(connection: Connection[bytes, bytes]) -> subprocess.Popen[bytes]:
     """The engine's process, at the other end of a pair that this process then forgets."""
-    root = Path(__file__).parents[2]
     number = connection.fileno()
-    process = subprocess.Popen([*command("backend.engine_process.main"), str(number)], stdin=subprocess.DEVNULL, cwd=root, pass_fds=[number])
+    process = subprocess.Popen([*command("backend.engine_process.main"), str(number)], stdin=subprocess.DEVNULL, pass_fds=[number])
     connection.close()
     return process
 

@@ -69,6 +69,7 @@ class EngineHost:
         self._waiting: dict[int, _Waiting] = {}
         self._lock = threading.Lock()
         self._drafts: PassedDraftService | None = None
+        self._end_lock = threading.Lock()
 
     def load(self, setup: Setup) -> None:
         """Starts the engine. Raises ConfigError, ModelError."""
@@ -204,15 +205,16 @@ class EngineHost:
 
     def _do_shut_down(self) -> None:
         """Ends the engine, which saves what it keeps: requests that are still open get an error."""
-        if self._nodes is not None:
-            self._nodes.stop()
-        self.engine.shutdown()
-        if self._nodes is not None:
-            self._nodes.close()
-        for own in self.intake.withdraw_all():
-            self._forget(own)
-            self._refuse(own.number, own.key, EngineError("the server was shut down"))
-        self.intake.stop(JOIN_SECONDS)
+        with self._end_lock:  # several may ask
+            if self._nodes is not None:
+                self._nodes.stop()
+            self.engine.shutdown()
+            if self._nodes is not None:
+                self._nodes.close()
+            for own in self.intake.withdraw_all():
+                self._forget(own)
+                self._refuse(own.number, own.key, EngineError("the server was shut down"))
+            self.intake.stop(JOIN_SECONDS)
 
     def _end_early(self, number: int, key: str) -> bool:
         """Cancels a request, wherever it is. False when its end is on its way already."""
