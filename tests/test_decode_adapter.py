@@ -347,6 +347,18 @@ def test_an_engine_that_cannot_be_loaded_says_why(adapter, tmp_path, values, err
         pass
 
 
+@pytest.mark.parametrize("depth", [100, 400, 600, 900, 5000])
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "speculative", "structured_outputs", "tools"])
+def test_json_that_is_nested_deeply(model, name, depth):
+    """Is taken or the request's fault, wherever it becomes too much."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    values = {"chat_template_kwargs": deep, "speculative": deep, "structured_outputs": f'{{"json": {deep}}}'}
+    values["tools"] = f'[{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]'
+    *_, last = ask(model, messages='[{"role": "user", "content": "x"}]', max_tokens=2, **{name: values[name]}).finish()
+    assert "[INVALID_ARG]" in str(last.error()) if last.has_error() else depth < 500
+    assert_idle(model)
+
+
 def test_who_asks_an_engine_that_is_gone_hears_of_it(adapter):
     """Whether it goes before it is asked, or then; and nobody waits for one that says nothing."""
 

@@ -193,7 +193,8 @@ class TritonPythonModel:
             with self._lock:
                 exchanges = list(self._exchanges.values())
             quiet = [e for e in exchanges if now - e.last_sent > WATCH_SECONDS and not e.is_cancelled and not e.is_due]
-            due = [e for e in quiet if now - e.last_sent > KEEP_ALIVE_SECONDS] or quiet[turn : turn + MAX_CHECKS_PER_WATCH]
+            silent = [e for e in quiet if now - e.last_sent > KEEP_ALIVE_SECONDS] if self._engine.is_alive() else []
+            due = silent or quiet[turn : turn + MAX_CHECKS_PER_WATCH]
             if due:
                 for exchange in due:  # once: a sender that is late must not get the same work again and again
                     exchange.is_due = True

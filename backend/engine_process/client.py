@@ -18,7 +18,7 @@ from backend.engine_process.calls import CorpusCall, GenerateCall
 from backend.engine_process.line import Line
 from backend.engine_process.news import News, unpack
 from backend.engine_process.setup import Setup
-from backend.errors import ConfigError, EngineError, ModelError
+from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.own_process import command
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,11 @@ class EngineClient:
         return message.values[0]
 
     def submit(self, number: int, key: str, call: GenerateCall | CorpusCall, seconds: float | None) -> None:
-        """number: by which its news come; key: the engine's name for it; seconds: until its deadline. Raises EngineError."""
-        self._send("submit", number, key, call, seconds)
+        """number: by which its news come; key: the engine's name for it; seconds: until its deadline. Raises EngineError, RequestError."""
+        try:
+            self._send("submit", number, key, call, seconds)
+        except RecursionError:  # half of what JSON's parser takes; nothing was sent
+            raise RequestError("the request has JSON that is nested too deeply; some 400 levels are taken") from None
 
     def end(self, number: int, key: str) -> None:
         """Cancels a request. Its news come as ever."""
@@ -153,8 +156,10 @@ class EngineClient:
     def _deal_with(self, kind: str, values: tuple[Any, ...]) -> None:
         try:
             self._handlers[kind](*values)
-        except Exception:
+        except Exception as error:
             logger.exception("a message %r of the engine's process could not be dealt with", kind)
+            if kind == "news":  # somebody would wait for it for ever
+                self._on_lost(f"what the engine's process said could not be read: {type(error).__name__}: {error}")
 
     def _take_news(self, packed: list[tuple[Any, ...]]) -> None:
         self._on_news(unpack(packed))

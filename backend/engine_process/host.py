@@ -32,6 +32,8 @@ from backend.precedence import take_short_turns
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 10.0
+ANSWERED = ("submit", "cancel", "describe")
+"""Messages that are requests, whose first values are the number and the key: their clients wait for an answer."""
 LEAST_SECONDS = 1e-6
 """What is given to a request whose deadline is over when it gets to the engine: which ends it at once, as it ends all that are late."""
 
@@ -118,8 +120,10 @@ class EngineHost:
         while (message := self._line.receive()) is not None:
             try:
                 getattr(self, f"_on_{message.kind}")(*message.values)
-            except Exception:
+            except Exception as error:
                 logger.exception("a message %r could not be dealt with", message.kind)
+                if message.kind in ANSWERED:
+                    self._refuse(message.values[0], message.values[1], error)
 
     def _on_submit(self, number: int, key: str, call: GenerateCall | CorpusCall, seconds: float | None) -> None:
         """Queues it to be tokenized. seconds: until its deadline."""
