@@ -29,7 +29,8 @@ from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_processes import EXCHANGE_SECONDS, LOAD_SECONDS, MEET_SECONDS, describe_self
+from backend.rank_hello import describe_self
+from backend.rank_processes import EXCHANGE_SECONDS, LOAD_SECONDS, MEET_SECONDS
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Worker
 
@@ -186,7 +187,7 @@ def reach_store(host: str, port: int, size: int) -> dist.TCPStore:
 
 
 def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -> None:
-    """One rank, by what `backend.rank_processes.describe_rank` says of it, until rank 0 says that it was the last plan.
+    """One rank, by what `backend.rank_hello.describe_rank` says of it, until rank 0 says that it was the last plan.
 
     end: told, by a thread of its own, why rank 0 is gone; where it comes back, the rank ends with RuntimeError.
     """

@@ -14,7 +14,8 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import HANG_SECONDS, LOADING_HANG_SECONDS
-from backend.rank_processes import MEET_SECONDS, describe_rank, start_rank
+from backend.rank_hello import describe_rank
+from backend.rank_processes import MEET_SECONDS, start_rank
 
 logger = logging.getLogger(__name__)
 

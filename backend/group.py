@@ -27,17 +27,8 @@ from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_processes import (
-    EXCHANGE_SECONDS,
-    LOAD_SECONDS,
-    MEET_SECONDS,
-    Hello,
-    describe_rank,
-    describe_self,
-    device_of_rank,
-    end_ranks,
-    start_rank,
-)
+from backend.rank_hello import Hello, describe_rank, describe_self, device_of_rank
+from backend.rank_processes import EXCHANGE_SECONDS, LOAD_SECONDS, MEET_SECONDS, end_ranks, start_rank
 from backend.step.plan import PlanOutline, StepPlan
 
 logger = logging.getLogger(__name__)

@@ -1,92 +1,21 @@
-"""Ranks as processes: starting them, what each says of itself as they meet, and ending them."""
+"""Ranks as processes: starting and ending them. Imports nothing that computes."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import os
 import subprocess
 import time
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-
 from backend import own_process
-from backend.config import EngineConfig
-from backend.drafters import step_drafter_identity
-from backend.errors import ConfigError
-from backend.model_files import fingerprint
-from backend.token_map import token_map_digest
-from backend.version import VERSION
+from backend.errors import ModelError
 
 MEET_SECONDS, LOAD_SECONDS, EXCHANGE_SECONDS = 120.0, 3600.0, 30.0
 """For the ranks to meet; for the slowest to load, which shows signs of life meanwhile; and for a rank to take part in an exchange of a step."""
 STOP_SECONDS = 10.0
-OWN_KEYS = ("model", "device", "num_threads", "single_thread_tokens", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
-"""Of the configuration: what may differ from host to host. Of the memory the least counts."""
-OWN_SPECULATIVE_KEYS = ("model", "draft_token_map", "suffix_decoding_cache_path", "suffix_decoding_corpus")
-
-
-def device_of_rank(config: EngineConfig, rank: int) -> str:
-    """On GPUs each rank of a host has its own, from the one of the host's first rank on: without a number that is `pick_device`'s, the current."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    number, parallel = config.device.partition(":")[2], config.parallel_config
-    # A host whose ranks only follow computes nothing in this process, and leaves the GPU alone.
-    first = int(number) if number else torch.cuda.current_device() if torch.cuda.is_initialized() else 0
-    if first + parallel.host_size > torch.cuda.device_count():
-        of_all = f" on {parallel.nnodes} hosts" if parallel.nnodes > 1 else ""
-        raise ConfigError(
-            f"tensor_parallel_size {parallel.tensor_parallel_size}{of_all}: this machine has {torch.cuda.device_count()} GPUs, "
-            f"and rank {parallel.first_rank} is on cuda:{first}"
-        )
-    return f"cuda:{first + rank - parallel.first_rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """What a rank says of itself; all but its number has to be equal on all ranks."""
-
-    rank: int
-    values: dict[str, Any]
-
-    def differences(self, other: Hello) -> str:
-        """Both values of what differs; empty: nothing does."""
-        keys = [key for key in {**self.values, **other.values} if self.values.get(key) != other.values.get(key)]
-        return ", ".join(f"{key} {self.values.get(key)} on rank {self.rank}, {other.values.get(key)} on rank {other.rank}" for key in keys)
-
-    def write(self) -> str:
-        """One line."""
-        return json.dumps({"rank": self.rank, "values": self.values}) + "\n"
-
-    @classmethod
-    def read(cls, line: str) -> Hello:
-        return cls(**json.loads(line))
-
-
-def describe_self(config: EngineConfig, rank: int) -> Hello:
-    """Raises ModelError."""
-    own = dataclasses.asdict(config)
-    values: dict[str, Any] = {
-        "version": f"Foretoken {VERSION}, torch {torch.__version__}, numpy {np.__version__}, tokenizers {metadata.version('tokenizers')}",
-        "checkpoint": fingerprint(config.model),
-        "drafter": step_drafter_identity(config),
-        "draft_token_map": token_map_digest(config.speculative_config.draft_token_map),
-    }
-    parallel = {key: value for key, value in own.pop("parallel_config").items() if key not in ("node_rank", "master")}
-    speculative = {key: value for key, value in own.pop("speculative_config").items() if key not in OWN_SPECULATIVE_KEYS}
-    values |= parallel | {key: value for key, value in own.items() if key not in OWN_KEYS} | speculative
-    return Hello(rank, json.loads(json.dumps(values)))
-
-
-def describe_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int], ring: str | None, *, reports: bool = False) -> dict[str, Any]:
-    """What a rank of this host is told (`backend.follower.run_rank`). ring: where plans come, on rank 0's own host; reports: it says how it fares."""
-    values = {**dataclasses.asdict(config), "device": device_of_rank(config, rank)}
-    host, port = meeting_place
-    return {"config": values, "rank": rank, "host": host, "port": port, "ring": ring, "reports": reports, "parent": os.getpid()}
 
 
 def start_rank(spec: dict[str, Any], module: str = "backend.follower") -> subprocess.Popen[str]:
@@ -108,3 +37,23 @@ def end_ranks(children: list[subprocess.Popen[str]]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def follow_in_process(spec: dict[str, Any], report: Callable[[dict[str, Any]], None], end: Callable[[str], None]) -> None:
+    """As `backend.follower.run_rank`, in a process of its own, until that ends. Raises ModelError where it has not come to an orderly end.
+
+    end: told why rank 0 is gone, or the process is.
+    """
+    child = start_rank({**spec, "reports": True, "parent": os.getpid()})
+    assert child.stdout is not None
+    why = ""
+    for line in child.stdout:
+        found: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # what a library has printed
+            found = json.loads(line)
+        if isinstance(found, dict):
+            why = found.get("error", why)
+            report(found)
+    if (status := child.wait()) or why:
+        end(why or f"exit status {status}")
+        raise ModelError(why or f"its process has ended with status {status}")

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from backend import follower, group, rank_processes
+from backend import follower, group, rank_hello
 from backend.config import EngineConfig
 from backend.parallel.ranks import Ranks, make_ranks, meet_through
 from backend.rank_processes import start_rank
@@ -56,7 +56,7 @@ def shared_gpus(device: str, size: int) -> Iterator[None]:
     """Engines of so many ranks that are made inside share GPUs, where there are fewer."""
     with contextlib.ExitStack() as stack:
         if device != "cpu" and size > torch.cuda.device_count():
-            for module in (rank_processes, group):
+            for module in (rank_hello, group):
                 stack.enter_context(mock.patch.object(module, "device_of_rank", device_of_rank))
             stack.enter_context(mock.patch.object(group, "make_ranks", make_shared_ranks))
             stack.enter_context(mock.patch.object(group, "start_rank", functools.partial(start_rank, module=__name__)))

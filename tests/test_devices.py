@@ -18,7 +18,7 @@ from backend.config import EngineConfig
 from backend.devices import pick_device, pick_dtype
 from backend.errors import ConfigError
 from backend.parallel.ranks import Ranks
-from backend.rank_processes import device_of_rank
+from backend.rank_hello import device_of_rank
 from kernels._cpus import count_cpus
 from kernels._load import KernelError
 from tests.conftest import ROOT

@@ -18,7 +18,7 @@ from backend.errors import ConfigError, ModelError
 from backend.models import load_model
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
-from backend.rank_processes import describe_self
+from backend.rank_hello import describe_self
 from backend.text import Tokenizer
 from backend.token_map import read_token_map
 from deploy.cli import main

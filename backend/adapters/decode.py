@@ -20,8 +20,8 @@ from typing import Any
 
 from backend.adapters.draft_calls import DraftCaller
 from backend.adapters.exchange import Exchange
+from backend.adapters.instance_ranks import claim_instance, follow
 from backend.adapters.metrics import MetricsPublisher
-from backend.adapters.rank_instance import RankInstance
 from backend.adapters.relay import RequestRelay
 from backend.adapters.request_io import CancelCall, DescribeCall, InputLimits, read_id, read_request
 from backend.adapters.responses import KEEP_ALIVE_SECONDS, Responses
@@ -34,7 +34,6 @@ from backend.engine_process.news import News
 from backend.engine_process.setup import Setup
 from backend.errors import EngineError, describe_error
 from backend.own_process import end_with_parent, has_begun
-from backend.parallel.claims import Claim
 from backend.precedence import take_short_turns
 from backend.sampling_defaults import read_sampling_defaults
 
@@ -59,15 +58,10 @@ class TritonPythonModel:
         end_with_parent()
         log_to_server()
         config = read_engine_config(args)
-        self._claim: Claim | None = None
-        self._follower: RankInstance | None = None
-        if config.parallel_config.num_instances > 1:
-            from backend.adapters.instance_ranks import claim_instance, follow  # which imports torch
-
-            self._claim = claim_instance(args, config)
-            if self._claim is not None and self._claim.rank:
-                self._follower = follow(self._claim)
-                return
+        self._claim = claim_instance(args, config)
+        self._follower = follow(self._claim) if self._claim is not None and self._claim.rank else None
+        if self._follower is not None:
+            return
         self._relay = RequestRelay(self._claim.socket) if self._claim is not None else None
         try:
             self._load(args, config)

@@ -9,9 +9,8 @@ from backend.adapters.rank_instance import RankInstance
 from backend.adapters.stub import model_folder
 from backend.config import EngineConfig
 from backend.errors import ConfigError
-from backend.follower import run_rank
 from backend.parallel.claims import Claim, claim_rank, meeting_folder
-from backend.rank_processes import MEET_SECONDS
+from backend.rank_processes import MEET_SECONDS, follow_in_process
 
 
 def claim_instance(arguments: dict[str, str], config: EngineConfig) -> Claim | None:
@@ -34,4 +33,4 @@ def claim_instance(arguments: dict[str, str], config: EngineConfig) -> Claim | N
 
 def follow(claim: Claim) -> RankInstance:
     """This instance as the rank that it has claimed. Raises ModelError."""
-    return RankInstance(claim.rank, claim.socket, run_rank, MEET_SECONDS)
+    return RankInstance(claim.rank, claim.socket, follow_in_process, MEET_SECONDS)

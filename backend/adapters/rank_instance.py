@@ -1,7 +1,7 @@
-"""A rank other than 0 as an instance of `decode`: it runs rank 0's plans, and passes on to rank 0 the requests that Triton gives it.
+"""A rank other than 0 as an instance of `decode`: it has rank 0's plans run, and passes on to rank 0 the requests that Triton gives it.
 
-Two threads beside the server's own: one is the rank, the other owns the ways back to clients (see `backend.adapters.decode`: one thread alone
-touches a response sender).
+Two threads beside the server's own: one has the rank, which is a process of its own, the other owns the ways back to clients (see
+`backend.adapters.responses`: one thread alone touches a response sender).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_LOOKS = 64
 JOIN_SECONDS = 15.0
 
 RunRank = Callable[[dict[str, Any], Callable[[dict[str, Any]], None], Callable[[str], None]], None]
-"""`backend.follower.run_rank`."""
+"""`backend.rank_processes.follow_in_process`, or `backend.follower.run_rank`."""
 
 
 @dataclass(slots=True, eq=False)

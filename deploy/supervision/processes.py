@@ -19,8 +19,8 @@ REGION = "triton_python_backend_shm_region_"
 REGIONS_FILE = ".regions"
 """In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
-ENGINE_MODULE = b"backend.engine_process.main"
-"""On the command line of an engine's process, which a model's process starts."""
+ENGINE_MODULES = {b"backend.engine_process.main", b"backend.follower"}
+"""On the command line of what computes for a model's process, which starts it: an engine, or another rank."""
 DUMP_SECONDS = 0.5
 """For processes to say where their threads stand."""
 STOPPED_SECONDS = 2.5
@@ -95,10 +95,10 @@ def find_stubs(server_pid: int) -> list[Stub]:
 
 
 def find_engine(stub: Stub) -> int | None:
-    """The engine's process of an instance that has one. Both end together."""
+    """The process that computes for an instance, where it has one. Both end together."""
     for child in _find_children(stub.pid):
         with contextlib.suppress(psutil.Error):
-            if ENGINE_MODULE in map(os.fsencode, child.cmdline()):
+            if not ENGINE_MODULES.isdisjoint(map(os.fsencode, child.cmdline())):
                 return child.pid
     return None
 
