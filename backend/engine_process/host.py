@@ -186,6 +186,7 @@ class EngineHost:
 
     def _do_counts(self) -> list[Any]:
         """Those that changed. Asked for ten times a second, which is when deadlines of what is not tokenized yet are looked at, too."""
+        self.engine.precedence.give_way()
         self._end_late()
         return self._counts.news()
 
