@@ -258,7 +258,7 @@ def main() -> None:
     rank = spec["rank"]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s %(message)s")
     report = print_report if spec["reports"] else ignore_report
-    threading.Thread(target=end_with_parent, args=(spec["parent"], report), name="parent", daemon=True).start()
+    threading.Thread(target=live_with_parent, args=(spec["parent"], report), name="parent", daemon=True).start()
     run_rank(spec, report, end_at_once(rank, report))
 
 
@@ -272,8 +272,8 @@ def ignore_report(report: dict[str, Any]) -> None:
     pass
 
 
-def end_with_parent(parent: int, report: Callable[[dict[str, Any]], None]) -> None:
-    """Whatever this process waits for. While the parent lives, so does this one."""
+def live_with_parent(parent: int, report: Callable[[dict[str, Any]], None]) -> None:
+    """Reports that it lives while the parent does, and ends with that, whatever this process waits for."""
     while os.getppid() == parent:
         report({})
         time.sleep(PARENT_SECONDS)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import socket
 import subprocess
 import threading
 import time
-from typing import Any
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import HANG_SECONDS, LOADING_HANG_SECONDS
 from backend.rank_hello import describe_rank
-from backend.rank_processes import MEET_SECONDS, start_rank
+from backend.rank_processes import MEET_SECONDS, read_reports, start_rank
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +65,10 @@ class FollowingHost:
 
     def _listen(self, rank: int) -> None:
         """What a rank reports, line by line, until it ends."""
-        child = self._children[rank]
-        assert child.stdout is not None
-        why = ""
-        for line in child.stdout:
+        child, why = self._children[rank], ""
+        for report in read_reports(child):
             self._heard[rank] = time.monotonic()
-            report: dict[str, Any] = {}
-            with contextlib.suppress(ValueError):
-                report = json.loads(line)
-            why = report.get("error", why) if isinstance(report, dict) else why
+            why = report.get("error", why)
             if report == {"ready": True}:
                 with self._has_changed:
                     self._ready.add(rank)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from backend import own_process
@@ -39,21 +39,26 @@ def end_ranks(children: list[subprocess.Popen[str]]) -> None:
             child.wait()
 
 
+def read_reports(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """What a rank that was started with `reports` says of itself, until it ends: {} that it lives, `ready`, or an `error`."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        report = None
+        with contextlib.suppress(ValueError):
+            report = json.loads(line)
+        yield report if isinstance(report, dict) else {}  # or a library has printed something: it lives
+
+
 def follow_in_process(spec: dict[str, Any], report: Callable[[dict[str, Any]], None], end: Callable[[str], None]) -> None:
     """As `backend.follower.run_rank`, in a process of its own, until that ends. Raises ModelError where it has not come to an orderly end.
 
     end: told why rank 0 is gone, or the process is.
     """
     child = start_rank({**spec, "reports": True, "parent": os.getpid()})
-    assert child.stdout is not None
     why = ""
-    for line in child.stdout:
-        found: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):  # what a library has printed
-            found = json.loads(line)
-        if isinstance(found, dict):
-            why = found.get("error", why)
-            report(found)
+    for own in read_reports(child):
+        why = own.get("error", why)
+        report(own)
     if (status := child.wait()) or why:
         end(why or f"exit status {status}")
         raise ModelError(why or f"its process has ended with status {status}")
