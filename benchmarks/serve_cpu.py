@@ -175,7 +175,7 @@ def decode_memory(launcher_pid: int) -> float:
     stubs = (stub for own in psutil.Process(launcher_pid).children(recursive=True) for stub in find_stubs(own.pid))
     stub = next(stub for stub in stubs if stub.model == "decode")
     resident = cache = 0
-    for pid in (stub.pid, find_engine(stub)):
+    for pid in (stub.pid, find_engine(stub.pid)):
         for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text()):
             size, rss = (int(re.search(rf"^{key}:\s+(\d+) kB", block, re.M)[1]) for key in ("Size", "Rss"))
             resident += rss

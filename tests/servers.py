@@ -153,7 +153,7 @@ class RunningServer:
     @property
     def engine_pid(self) -> int:
         """Of the process that computes."""
-        (pid,) = (find_engine(stub) for stub in find_stubs(self.pid) if stub.model == "decode")
+        (pid,) = (find_engine(stub.pid) for stub in find_stubs(self.pid) if stub.model == "decode")
         assert pid is not None
         return pid
 

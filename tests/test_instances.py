@@ -43,7 +43,7 @@ def stubs(ranked: Supervised) -> dict[int, Stub]:
 def process_of(ranked: Supervised, rank: int, kind: str) -> int:
     """stub: that the server has; engine: that computes for it."""
     stub = stubs(ranked)[rank]
-    found = stub.pid if kind == "stub" else find_engine(stub)
+    found = stub.pid if kind == "stub" else find_engine(stub.pid)
     assert found is not None
     return found
 

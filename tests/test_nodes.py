@@ -20,6 +20,7 @@ import yaml
 from backend import LLM
 from client import Client, GenerateError
 from deploy.demo import FORETOKEN, free_ports
+from deploy.supervision.processes import find_engine
 from tests.conftest import ROOT, code_prompts, greedy
 from tests.network import OtherHost, other_host
 from tests.redis_server import RedisServer, redis_server
@@ -203,14 +204,16 @@ def test_a_prefill_node_that_is_killed(pair: Pair, llm_all: LLM) -> None:
 
 
 def test_a_prefill_node_that_hangs(pair: Pair, llm_all: LLM) -> None:
+    """The process that computes: the one that answers has no part in other nodes' prompts."""
     pair.wait_until_fetching()
-    stub, alone = stub_of(pair.prefill, "prefill"), pair.fallbacks()
+    engine, alone = find_engine(stub_of(pair.prefill, "prefill")), pair.fallbacks()
+    assert engine is not None
     try:
-        load(pair, llm_all, lambda: os.kill(stub, signal.SIGSTOP))
+        load(pair, llm_all, lambda: os.kill(engine, signal.SIGSTOP))
         pair.wait_until_alone(alone)
     finally:
         with contextlib.suppress(ProcessLookupError):  # its supervisor may have lost patience
-            os.kill(stub, signal.SIGCONT)
+            os.kill(engine, signal.SIGCONT)
     pair.wait_until_fetching()
     pair.wait_until_idle()
 

@@ -482,7 +482,10 @@ def trace(what: int, thread: int) -> None:
 
 def busiest_thread(pid: int) -> int:
     def ticks() -> dict[int, int]:
-        stats = {int(t.name): (t / "stat").read_text().rpartition(")")[2].split() for t in Path(f"/proc/{pid}/task").iterdir()}
+        stats = {}
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                stats[int(thread.name)] = (thread / "stat").read_text().rpartition(")")[2].split()
         return {thread: int(fields[11]) + int(fields[12]) for thread, fields in stats.items()}
 
     before = ticks()

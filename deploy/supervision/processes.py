@@ -94,9 +94,9 @@ def find_stubs(server_pid: int) -> list[Stub]:
     return found
 
 
-def find_engine(stub: Stub) -> int | None:
+def find_engine(stub_pid: int) -> int | None:
     """The process that computes for an instance, where it has one. Both end together."""
-    for child in _find_children(stub.pid):
+    for child in _find_children(stub_pid):
         with contextlib.suppress(psutil.Error):
             if not ENGINE_MODULES.isdisjoint(map(os.fsencode, child.cmdline())):
                 return child.pid

@@ -164,7 +164,7 @@ class ModelWatch(threading.Thread):
     def _watch(self, stubs: list[Stub]) -> str | None:
         """Returns why the model is down, or None when told to stop."""
         probe: Probe | None = None
-        pids = [pid for s in stubs for pid in (s.pid, find_engine(s)) if pid is not None]
+        pids = [pid for s in stubs for pid in (s.pid, find_engine(s.pid)) if pid is not None]
         due, num_errors, stopped = time.monotonic(), 0, StoppedProcesses(self._stopped_seconds)
         while not self._is_over.wait(LOOK_SECONDS):
             if dead := [pid for pid in pids if not is_running(pid)]:

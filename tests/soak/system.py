@@ -119,7 +119,7 @@ class System:
     def processes(self) -> dict[str, int]:
         """By kind; those that run."""
         found = {stub.model: stub.pid for stub in self.stubs()}
-        engines = [find_engine(stub) for stub in self.stubs() if stub.model == "decode"]
+        engines = [find_engine(stub.pid) for stub in self.stubs() if stub.model == "decode"]
         if engines and engines[0] is not None:
             found["engine"] = engines[0]
         if pid := self.server_pid:
