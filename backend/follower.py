@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -254,6 +255,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 has it too, and says when it is over
+    faulthandler.register(signal.SIGUSR1)  # the supervisor asks where threads stand, and Python has no answer of its own but to end
     spec: dict[str, Any] = json.loads(sys.stdin.readline())
     rank = spec["rank"]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s %(message)s")

@@ -69,6 +69,17 @@ def test_what_ranks_and_heads_have_twice(tmp_path: Path, capsys: pytest.CaptureF
     assert "; on CPU 75.2 KiB more for the head" in inspect(capsys, tmp_path / "model", "--dtype", "float32")["memory"]
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding_that_ranks_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool) -> None:
+    """Columns of it on each; where it is the head, too, rows beside."""
+    make_model(Case("llama", config={"tie_word_embeddings": is_tied}), tmp_path / "model")
+    spec = check_model(tmp_path / "model")
+    whole = _weight_bytes(spec, torch.float32, 4)
+    monkeypatch.setattr("backend.models.embedding.MIN_SAVED_BYTES", 0)
+    saved = spec.vocab_size * spec.hidden_size * 4 * (2 if is_tied else 3) // 4
+    assert _weight_bytes(spec, torch.float32, 4) == whole - saved
+
+
 def test_one_line_for_each_heading(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(BUNDLED_MODEL), "-tp", "2"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith("runs on"))

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-Arrays = dict[str, np.ndarray]
+from backend.engine_process.calls import Arrays
+
 OUTPUTS = ["drafts", "probs"]
 
 

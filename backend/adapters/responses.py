@@ -29,6 +29,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
 NUM_THREADS = 4
+"""That answer: of 128 streams 1.5 tokens come together with four, 3.4 with one, 1.9 with eight (measured, benchmarks/RESULTS.md)."""
 LOOK_SECONDS = 0.05
 """Between looks whether the client of a request that sends is still there: each is a round trip to the server, of some 50 us."""
 

@@ -6,10 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from backend.errors import RequestError
 from backend.sampling_params import SamplingParams
 from backend.tools import Tools
 from backend.truncation import Truncation
+
+Arrays = dict[str, np.ndarray]
+"""By the name of the drafter model's input or output."""
 
 MAX_MESSAGES_CHARACTERS = 2_000_000
 MAX_CORPUS_CHARACTERS = 2_000_000

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 20.0
 SILENT_SECONDS = 2.0
+"""After which a process that is asked ten times a second, and has said nothing, does not run."""
 END_SECONDS = 15.0
 """For the process to end by itself."""
 FAILURES = {kind.__name__: kind for kind in (ConfigError, ModelError, EngineError)}

@@ -16,11 +16,8 @@ import torch
 
 from backend.drafters.calls import OWN_NOISE, DraftCall, DraftError, DraftReply
 from backend.drafters.sessions import CallNumber
-from backend.engine_process.calls import DRAFT_SECONDS
+from backend.engine_process.calls import DRAFT_SECONDS, Arrays
 from backend.engine_process.line import Line
-
-Arrays = dict[str, np.ndarray]
-"""By the name of the model's input or output."""
 
 LINE_SECONDS = 1.0
 """For the other process to say that a drafter is dead."""
