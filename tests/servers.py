@@ -7,12 +7,13 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import STDOUT, Popen
 
@@ -43,6 +44,8 @@ class RunningServer:
     log: Path
     process: Popen
     repository: Path
+    _pace: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever lets the process that computes run, or stops it."""
 
     @property
     def key(self) -> str:
@@ -132,7 +135,9 @@ class RunningServer:
 
     @contextlib.contextmanager
     def held_amid(self, count: int) -> Iterator[None]:
-        """The engine stands still once so many completions have some tokens, and are far from their end: however long a browser takes."""
+        """The engine stands still once so many completions have some tokens, and are far from their end: however long a browser takes.
+
+        Within `slowed`, from before they are asked for until all is counted: counts and cancels come late on a busy machine, tokens do not."""
         assert wait_until(lambda: self.metric("foretoken_requests_running") == count), "other requests run"
         begun = self.metric("foretoken_steps_total")
         assert wait_until(lambda: self.metric("foretoken_steps_total") >= begun + 20), "no step is taken"
@@ -140,15 +145,38 @@ class RunningServer:
             yield
 
     @contextlib.contextmanager
+    def slowed(self) -> Iterator[None]:
+        """The process that computes gets a tenth of the time, and none while it is held."""
+        pid, is_over = self.engine_pid, threading.Event()
+
+        def pace() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                while not is_over.wait(0.09):
+                    with self._pace:
+                        os.kill(pid, signal.SIGCONT)
+                        time.sleep(0.01)
+                        os.kill(pid, signal.SIGSTOP)
+                os.kill(pid, signal.SIGCONT)
+
+        thread = threading.Thread(target=pace)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    @contextlib.contextmanager
     def engine_held(self) -> Iterator[None]:
         """Stops the process that computes: what a test does meanwhile takes no step, however long it takes."""
         pid = self.engine_pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            assert wait_until(lambda: read_state(pid)[0] == "T")
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        with self._pace:
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                assert wait_until(lambda: read_state(pid)[0] == "T")
+                yield
+            finally:
+                os.kill(pid, signal.SIGCONT)
 
     @property
     def engine_pid(self) -> int:

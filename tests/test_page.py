@@ -86,7 +86,7 @@ def test_streaming_side_by_side(page, server):
 @pytest.mark.parametrize("how", ["button", "key", "leaving"])
 def test_stopping_frees_the_server(page, server, how):
     fill(page, PROMPT, 1900)
-    with server.cancels(2):
+    with server.slowed(), server.cancels(2):
         page.locator("#prompt").press("Control+Enter")
         with server.held_amid(2):
             expect(page.locator("#off .output .token").nth(5)).to_be_visible()
