@@ -41,6 +41,7 @@ RANKS = ("processes", "instances")
 MASTER = re.compile(r"(?P<host>[^\s/:@\[\]]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(?P<port>[0-9]{1,5})")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
+UNKNOWN_TOKENS = ("error", "refuse")
 ACTIVATIONS = ("auto", "model", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -161,6 +162,9 @@ class EngineConfig(Section):
     generation_config: str = "auto"
     """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
     top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""
+    unknown_tokens: str = "error"
+    """Where the tokenizer has tokens beyond the model's embedding: error when it is loaded; or refuse, by name, the requests whose text becomes one.
+    Those that a family has for what is no text, such as Gemma 3's for images, are refused either way."""
     load_format: str = "safetensors"
     """safetensors, or for benchmarks dummy: random weights of config.json's shapes."""
     single_thread_tokens: int = 8
@@ -189,6 +193,8 @@ class EngineConfig(Section):
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
         known = ", ".join(GENERATION_CONFIGS)
         require(self.generation_config in GENERATION_CONFIGS, "generation_config", self.generation_config, f"one of {known}")
+        known = ", ".join(UNKNOWN_TOKENS)
+        require(self.unknown_tokens in UNKNOWN_TOKENS, "unknown_tokens", self.unknown_tokens, f"one of {known}")
         kind, _, number = self.device.partition(":")
         good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
         require(good, "device", self.device, "auto, cpu, cuda or cuda:N")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,17 +23,11 @@ from backend.thought import THINK, THOUGHT
 from backend.tools import Tools, find_format, takes_one_call
 from backend.truncation import Truncation, fit_messages
 
-logger = logging.getLogger(__name__)
-
 MAX_MARK_TOKENS = 16
 """Of a prompt that comes as tokens, whether a mark of thoughts is at its end is seen by so many of them."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or messages for the model's chat template."""
-
-
-MIN_SHARE_OF_TOKENS = 0.9
-"""Of a vocabulary, which a tokenizer has: models are published with some more rows than tokens, 2% at most."""
 
 
 class Intake:
@@ -49,28 +42,10 @@ class Intake:
         self._eos_token_ids = eos_token_ids | {end for end in (tokenizer.end_id,) if end is not None and end < vocab_size}
         self._grammars = Grammars(tokenizer, vocab_size, self._eos_token_ids)
         self._mark_ids = {text: i for text, i in tokenizer.mark_ids.items() if i < vocab_size}
-        self._warn_of_unknown_tokens()
 
     def load(self) -> None:
         """What requests would wait for when it is first used."""
         self._grammars.load()
-
-    def _warn_of_unknown_tokens(self) -> None:
-        """Not an error: many models are published with tokens that nobody uses, and requests without them are served."""
-        vocabulary = self._tokenizer.inner.get_vocab()
-        unknown = {i: token for token, i in vocabulary.items() if i >= self._vocab_size}
-        if (num_known := len(vocabulary) - len(unknown)) < MIN_SHARE_OF_TOKENS * self._vocab_size:
-            what = "it may be another model's; a token of an answer that it does not have writes no text"
-            logger.warning("the tokenizer has %d tokens of the model's vocabulary of %d: %s", num_known, self._vocab_size, what)
-        if unknown:
-            logger.warning(
-                "the tokenizer has %d tokens that the model does not know, %d (%r) the first: its vocabulary has ids 0 to %d; "
-                "requests whose text becomes one of them are refused",
-                len(unknown),
-                min(unknown),
-                unknown[min(unknown)],
-                self._vocab_size - 1,
-            )
 
     def make(
         self,

@@ -119,12 +119,44 @@ def check_max_model_len(asked: int | None, own: int) -> None:
         raise ConfigError(f"max_model_len {asked} is beyond the model's own limit {own}")
 
 
-def check_tokenizer(directory: Path) -> None:
-    """Raises ModelError when the tokenizer's files are damaged as JSON; what they mean is for the one who loads them."""
+MIN_SHARE_OF_TOKENS = 0.9
+"""Of a vocabulary, which a tokenizer has: models are published with some more rows than tokens, 2% at most."""
+
+
+def check_tokenizer(directory: Path, spec: DecoderSpec, unknown_tokens: str) -> None:
+    """Raises ModelError when the tokenizer's files are damaged as JSON (the rest is for the one who loads them), or as `check_vocabulary` does."""
     path = directory / "tokenizer.json"
     if not isinstance(read_json(path).get("model"), dict):
         raise ModelError(f"{path} has no object 'model': it is no tokenizer of the tokenizers library")
     read_special_tokens(directory)
+    check_vocabulary(_read_tokens(directory), spec, unknown_tokens)
+
+
+def check_vocabulary(tokens: Mapping[int, str], spec: DecoderSpec, unknown_tokens: str) -> None:
+    """Raises ModelError where a tokenizer has tokens, by their ids, that the model has no embedding of.
+
+    unknown_tokens: `EngineConfig.unknown_tokens`.
+    """
+    unknown = find_unknown_tokens(tokens, spec)
+    if (num_known := len(tokens) - len(unknown)) < MIN_SHARE_OF_TOKENS * spec.vocab_size:
+        what = "it may be another model's; a token of an answer that it does not have writes no text"
+        logger.warning("the tokenizer has %d tokens of the model's vocabulary of %d: %s", num_known, spec.vocab_size, what)
+    if not unknown:
+        return
+    text = describe_unknown_tokens(unknown, spec)
+    if unknown_tokens == "error" and not spec.placeholders.issuperset(unknown.values()):
+        raise ModelError(f"{spec.where}: {text}; with unknown_tokens refuse the model is served, and requests whose text becomes one are refused")
+    logger.warning("%s: %s; requests whose text becomes one are refused", spec.where, text)
+
+
+def find_unknown_tokens(tokens: Mapping[int, str], spec: DecoderSpec) -> dict[int, str]:
+    """Those that the model has no embedding of."""
+    return {i: token for i, token in tokens.items() if i >= spec.vocab_size}
+
+
+def describe_unknown_tokens(unknown: Mapping[int, str], spec: DecoderSpec) -> str:
+    first, count = min(unknown), f"{len(unknown)} tokens" if len(unknown) > 1 else "a token"
+    return f"the tokenizer has {count} beyond the model's embedding (vocab_size {spec.vocab_size}), {first} ({unknown[first]!r:.50}) the first"
 
 
 MAX_FOREIGN_TOKENS = 0.01

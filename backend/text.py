@@ -72,6 +72,11 @@ class Tokenizer:
         self._special = special.by_name
 
     @property
+    def tokens(self) -> dict[int, str]:
+        """All, by id."""
+        return {i: token for token, i in self.inner.get_vocab().items()}
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 

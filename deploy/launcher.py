@@ -68,6 +68,7 @@ def check_model(
     load_format: str = "safetensors",
     source: Source | None = None,
     parallel: ParallelConfig | None = None,
+    unknown_tokens: str = "error",
 ) -> Path:
     """The model's folder, absolute, which a GGUF file or a name on the hub is brought to first.
 
@@ -87,7 +88,7 @@ def check_model(
     if parallel is not None:
         model_checks.check_split(spec, parallel.tensor_parallel_size, is_expert_parallel=parallel.expert_parallel)
     model_checks.check_max_model_len(max_model_len, spec.max_model_len)
-    model_checks.check_tokenizer(folder)
+    model_checks.check_tokenizer(folder, spec, unknown_tokens)
     return folder
 
 
@@ -324,7 +325,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
         check_gpu(engine.device)
         server = find_server()  # before a model is fetched
-        model = check_model(engine.model, engine.max_model_len, engine.load_format, origin, engine.parallel_config)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format, origin, engine.parallel_config, engine.unknown_tokens)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written

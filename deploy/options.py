@@ -190,6 +190,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--master", metavar="HOST:PORT", help="where the first host meets the others")
     model.add_argument("--load-format", metavar="NAME", help="safetensors (default), or dummy: random weights of config.json's shapes")
     model.add_argument("--generation-config", metavar="WHICH", help="auto: sampling defaults of the model's generation_config.json; none (vllm): not")
+    model.add_argument(
+        "--unknown-tokens",
+        metavar="WHAT",
+        help="tokens of the tokenizer that the model does not embed: error (default), or refuse texts with one",
+    )
     model.add_argument("--max-model-len", type=read_tokens, metavar="N", help="tokens of prompt and output together (default: the model's)")
 
     load = parser.add_argument_group("load and memory")

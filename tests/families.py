@@ -81,9 +81,18 @@ def make_model(case: Case, folder: Path) -> Any:
             if name.endswith("correction_bias"):  # as large as what tells experts apart
                 buffer.normal_(0, 0.2)
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED_MODEL / name, folder)
+    put_tokenizer(folder, config.vocab_size)
     return model
+
+
+def put_tokenizer(folder: Path, vocab_size: int) -> None:
+    """The bundled model's, of its first tokens alone: one token more than the model has is an error."""
+    values = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    own = values["model"]
+    own["vocab"] = {token: i for token, i in own["vocab"].items() if i < vocab_size}
+    own["merges"] = [pair for pair in own["merges"] if {*pair, "".join(pair)} <= own["vocab"].keys()]
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    shutil.copy(BUNDLED_MODEL / "tokenizer_config.json", folder)
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:

@@ -125,6 +125,7 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
     [
         ("dtype", ["float64", "FLOAT32", ""], ["auto", "float32", "bfloat16", "float16"]),
         ("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""], ["auto", "cpu", "cuda", "cuda:0", "cuda:11"]),
+        ("unknown_tokens", ["warn", ""], ["error", "refuse"]),
         ("max_batch_size", [0, -1, 257], [1, 256]),
         ("max_waiting", [-1], [0, 10**6]),
         ("max_model_len", [-1, 0, 1], [2, None]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 
@@ -11,8 +12,10 @@ import torch
 
 from backend import SamplingParams, open_requests, planner
 from backend.core import Delta
-from backend.errors import CapacityError, ConfigError, EngineError, InternalError, RequestError
+from backend.errors import CapacityError, ConfigError, EngineError, InternalError, ModelError, RequestError
+from backend.models.inspection import Load, inspect
 from backend.step.worker import Launched
+from deploy.launcher import check_model as check_launch
 from tests.conftest import code_prompts, greedy
 from tests.models import make_tiny
 from tests.small import LLM, SMALL_MODEL, memory_of
@@ -402,14 +405,21 @@ class TestRefusals:
 
 
 def test_tokens_that_the_model_does_not_know(tmp_path, caplog):
-    """A tokenizer that tokens were added to: the load says so, and text that becomes one is refused by name, whatever it is for."""
+    """A tokenizer that tokens were added to is an error; where it may have them, text that becomes one is refused by name, whatever it is for."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(SMALL_MODEL / name)
     tokenizer = tokenizers.Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))
     assert tokenizer.add_special_tokens(["<extra>", "<more>"]) == 2
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    llm = LLM(str(tmp_path))
-    assert "2 tokens that the model does not know, 4096 ('<extra>') the first" in caplog.text
+    said = r"2 tokens beyond the model's embedding \(vocab_size 4096\), 4096 \('<extra>'\) the first"
+    with pytest.raises(ModelError, match=rf"{tmp_path}/config.json: the tokenizer has {said}; with unknown_tokens refuse"):
+        LLM(str(tmp_path))
+    with pytest.raises(ModelError, match=said):
+        check_launch(str(tmp_path))  # before anything is started
+    served = inspect(tmp_path, Load())["served"]
+    assert re.search(rf"--unknown-tokens refuse \(the tokenizer has {said}", served), served
+    llm = LLM(str(tmp_path), unknown_tokens="refuse")
+    assert re.search(said, caplog.text)
     message = r"becomes token 4096 \('<extra>'\), which the model does not know: its vocabulary has ids 0 to 4095"
     for prompt, params in (
         ("x = <extra>", {}),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import transformers
 from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
 from backend.intake import Intake
-from backend.model_checks import check_tokenizer
+from backend.model_checks import check_model, check_tokenizer, check_vocabulary
 from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
 
@@ -31,6 +33,10 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
     for name, values in {"tokenizer_config.json": {}, **files}.items():
         (folder / name).write_text(json.dumps({"chat_template": CHAT, **values} if name == "tokenizer_config.json" else values))
     return folder
+
+
+def check_before_launch(folder: Path) -> None:
+    check_tokenizer(folder, check_model(BUNDLED_MODEL), "error")
 
 
 def token(content: str, **flags: bool) -> dict[str, Any]:
@@ -94,7 +100,7 @@ def test_a_token_that_there_is_no_room_for(tmp_path: Path, caplog: pytest.LogCap
 )
 def test_files_that_are_wrong(name: str, values: Any, message: str, tmp_path: Path) -> None:
     folder = write(tmp_path, {name: values})
-    for read in (Tokenizer, check_tokenizer):
+    for read in (Tokenizer, check_before_launch):
         with pytest.raises(ModelError) as caught:
             read(folder)
         assert message in str(caught.value) and str(folder / name) in str(caught.value)
@@ -104,7 +110,7 @@ def test_files_that_are_wrong(name: str, values: Any, message: str, tmp_path: Pa
 def test_half_a_surrogate_pair(values: dict[str, Any], tmp_path: Path) -> None:
     """Which JSON can write."""
     folder = write(tmp_path, {"tokenizer_config.json": values})
-    for read in (Tokenizer, check_tokenizer):
+    for read in (Tokenizer, check_before_launch):
         with pytest.raises(ModelError, match="is no text: it has half a surrogate pair"):
             read(folder)
 
@@ -120,10 +126,24 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
     """Of fewer tokens: nothing would be refused, and answers would lack what it does not know."""
+    tokenizer, spec = Tokenizer(BUNDLED_MODEL), check_model(BUNDLED_MODEL)
     for size, is_warned in ((4500, False), (NEXT, False), (5000, True)):
         caplog.clear()
-        Intake(EngineConfig(), Tokenizer(BUNDLED_MODEL), 64, size, frozenset())
+        check_vocabulary(tokenizer.tokens, dataclasses.replace(spec, vocab_size=size), "error")
         assert ("the tokenizer has 4096 tokens of the model's vocabulary of 5000: it may be another model's" in caplog.text) == is_warned
+
+
+def test_tokens_beyond_the_embedding(caplog: pytest.LogCaptureFixture) -> None:
+    """Some families publish models with such tokens, for what is no text."""
+    tokenizer, spec = Tokenizer(BUNDLED_MODEL), dataclasses.replace(check_model(BUNDLED_MODEL), vocab_size=NEXT - 1)
+    (last,) = (token for i, token in tokenizer.tokens.items() if i == NEXT - 1)
+    said = rf"has a token beyond the model's embedding \(vocab_size 4095\), 4095 \({re.escape(repr(last))}\) the first"
+    with pytest.raises(ModelError, match=said):
+        check_vocabulary(tokenizer.tokens, spec, "error")
+    for own, unknown_tokens in ((spec, "refuse"), (dataclasses.replace(spec, placeholders=frozenset({last, "<other>"})), "error")):
+        caplog.clear()
+        check_vocabulary(tokenizer.tokens, own, unknown_tokens)
+        assert "4095), 4095" in caplog.text and "requests whose text becomes one are refused" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "expected"), [("def", {0, 318}), ("<|endoftext|>", {0}), ("<none>", {0}), (None, {0})])

@@ -16,7 +16,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
-from backend.model_checks import check_drafter, check_model, check_split, find_architecture
+from backend.model_checks import check_drafter, check_model, check_split, describe_unknown_tokens, find_architecture, find_unknown_tokens
 from backend.model_files import MODULES, find_weights, open_weights, read_config
 from backend.models.embedding import splits_embedding
 from backend.models.families import ARCHITECTURES, DRAFTERS
@@ -83,7 +83,10 @@ def inspect(path: Path, load: Load, target: Path | None = None, *, has_weights: 
     found |= _describe(spec, config, load, stored)
     found["chat"] = "yes, by its template" if tokenizer.has_chat_template else "no template: it completes texts"
     found["drafters"] = _drafters(path, config, has_weights)
-    return found | {"served": f"foretoken serve --model {path}"}
+    served = f"foretoken serve --model {path}"
+    if (unknown := find_unknown_tokens(tokenizer.tokens, spec)) and not spec.placeholders.issuperset(unknown.values()):
+        served += f" --unknown-tokens refuse ({describe_unknown_tokens(unknown, spec)})"
+    return found | {"served": served}
 
 
 def _own_drafter(path: Path, config: Mapping[str, Any], has_weights: bool) -> dict[str, Any] | None:

@@ -199,6 +199,8 @@ class DecoderSpec:
     norm_offset: float = 0.0
     embedding_scale: float | None = None
     logit_soft_cap: float | None = None
+    placeholders: frozenset[str] = frozenset()
+    """Tokens beyond the embedding that published tokenizers of the family have for what is no text: no text has them, and they are no error."""
 
     def list_weights(self, weights: WeightList) -> None:
         head: Shapes = {f"{self.head}.weight": (self.vocab_size, self.hidden_size)}

@@ -5,6 +5,8 @@ Gemma 2 caps scores of attention and logits; Gemma 3 has norms of heads, and ano
 
 from __future__ import annotations
 
+import dataclasses
+
 from backend.models.rope_spec import RopeSpec, read_rope
 from backend.models.spec import (
     ACTIVATIONS,
@@ -24,6 +26,8 @@ from backend.models.spec import (
 from backend.models.values import Values
 
 FULL, SLIDING = LAYER_TYPES
+PLACEHOLDERS = frozenset({"<image_soft_token>"})
+"""Gemma 3's, for images: tokenizers of the models that read none have it, too."""
 GEMMA3_SIZES = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -104,4 +108,5 @@ def gemma3_text(values: Values) -> DecoderSpec:
         sliding = read_rope(values, head_dim, layer_type=SLIDING)
     ropes = {FULL: read_rope(values, head_dim, layer_type=FULL, theta=1e6), SLIDING: sliding}
     # Files may name a cap of attention's scores; no implementation of the family reads it.
-    return _decoder(values, ropes, types, has_head_norms=True, soft_cap=None, logit_soft_cap=None)
+    spec = _decoder(values, ropes, types, has_head_norms=True, soft_cap=None, logit_soft_cap=None)
+    return dataclasses.replace(spec, placeholders=PLACEHOLDERS)
