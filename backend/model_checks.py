@@ -20,7 +20,7 @@ from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
 from backend.models.rope_spec import read_context_len
-from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList
+from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList, settle_tied
 from backend.models.text_part import LAYERS, place_weights
 from backend.models.values import Values
 from backend.parallel.split import check_divides
@@ -189,7 +189,7 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     _check_stated(values, spec)
     if has_weights:
         names = find_weights(Path(directory))
-        spec = settle_shared(place_weights(spec, names), names)
+        spec = settle_tied(settle_shared(place_weights(spec, names), names), names)
         weights = WeightList()
         spec.list_weights(weights)
         if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
