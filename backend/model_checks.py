@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_end_tokens, find_nonzero, find_weights, has_same_weights, open_weights, read_config, read_json
+from backend.model_files import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    find_end_tokens,
+    find_nonzero,
+    find_weights,
+    has_same_weights,
+    is_named,
+    open_weights,
+    read_config,
+    read_json,
+)
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
 from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
@@ -333,6 +344,8 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
         logger.warning("%s: %d weights are not used: %s", directory, len(unused), _describe(unused))
+    if is_named(whole := directory / WEIGHTS_FILE) and whole not in files.values():  # which transformers would take
+        logger.warning("%s is not read: %s names other files, which are there", whole, INDEX_FILE)
     if unspoken := [name for name in files if name in weights.unspoken]:
         logger.warning("%s: %d biases are used of which config.json does not speak: %s", directory, len(unspoken), _describe(unspoken))
     by_file: dict[Path, list[str]] = {}
