@@ -19,6 +19,8 @@ WEIGHTS_FILE = "model.safetensors"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 """What transformers calls one of several files."""
 GENERATION_FILE = "generation_config.json"
+TEMPLATES = "additional_chat_templates"
+"""Folder of templates by name, beside the one for all chats."""
 MODULES = "num_nextn_predict_layers"
 MODULE_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers")
 """What some files call the number of modules that predict tokens further ahead."""
