@@ -191,6 +191,7 @@ def test_made_up_weights(family: str, folders: Callable[[str], Path], tmp_path: 
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be false"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; it must be a list of num_hidden_layers (2)"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "of: full_attention, sliding_attention"),
+        ("qwen2", {"is_causal": False}, "is_causal is False; it must be true: tokens are written one after the other"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; it must be true or false"),
         ("mistral", {"layer_types": LAYER_TYPES}, "layer_types is ['sliding_attention', 'full_attention']; it must be what a model of ['MistralFor"),
         ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is ['full_attention', 'chunked_attention']"),

@@ -296,6 +296,8 @@ def read_decoder(
     logit_soft_cap: float | None = None,
 ) -> DecoderSpec:
     """is_tied: where the file does not say."""
+    if not values.flag("is_causal", default=True):  # of models that embed texts, whose tokens see later ones
+        raise values.refuse("is_causal", "true: tokens are written one after the other")
     end = values.get("eos_token_id")
     return DecoderSpec(
         values.where,
