@@ -13,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_end_tokens, find_nonzero, find_weights, has_same_weights, open_weights, read_config, read_json
+from backend.model_files import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    find_end_tokens,
+    find_nonzero,
+    find_weights,
+    has_same_weights,
+    is_named,
+    open_weights,
+    read_config,
+    read_json,
+)
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
 from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
 from backend.models.rope_spec import read_context_len
-from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList
+from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList, settle_tied
 from backend.models.text_part import LAYERS, place_weights
 from backend.models.values import Values
 from backend.parallel.split import check_divides
@@ -221,7 +232,7 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     _check_stated(values, spec)
     if has_weights:
         names = find_weights(Path(directory))
-        spec = settle_shared(place_weights(spec, names), names)
+        spec = settle_tied(settle_shared(place_weights(spec, names), names), names)
         weights = WeightList()
         spec.list_weights(weights)
         if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
@@ -365,6 +376,8 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
         logger.warning("%s: %d weights are not used: %s", directory, len(unused), _describe(unused))
+    if is_named(whole := directory / WEIGHTS_FILE) and whole not in files.values():  # which transformers would take
+        logger.warning("%s is not read: %s names other files, which are there", whole, INDEX_FILE)
     if unspoken := [name for name in files if name in weights.unspoken]:
         logger.warning("%s: %d biases are used of which config.json does not speak: %s", directory, len(unspoken), _describe(unspoken))
     by_file: dict[Path, list[str]] = {}

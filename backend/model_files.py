@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,11 @@ from backend.errors import ModelError
 MAX_JSON_BYTES = 64 * 2**20
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""What transformers calls one of several files."""
 GENERATION_FILE = "generation_config.json"
+TEMPLATES = "additional_chat_templates"
+"""Folder of templates by name, beside the one for all chats."""
 MODULES = "num_nextn_predict_layers"
 MODULE_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers")
 """What some files call the number of modules that predict tokens further ahead."""
@@ -216,7 +221,7 @@ def name_tokenizers(directory: Path) -> str:
 
 def find_weights(directory: Path) -> dict[str, Path]:
     """The file of every weight, by name, as the folder's index has it, or its only file's. Raises ModelError."""
-    index = directory / INDEX_FILE
+    index, single = directory / INDEX_FILE, directory / WEIGHTS_FILE
     if is_named(index):
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict):
@@ -224,8 +229,10 @@ def find_weights(directory: Path) -> dict[str, Path]:
         for name, file in files.items():
             if not isinstance(file, str) or not file or Path(file).name != file:
                 raise ModelError(f"{index}: weight {name} is in {file!r:.80}, which is no file of this folder")
-        return {name: directory / file for name, file in files.items()}
-    single = directory / WEIGHTS_FILE
+        # Of one file written over shards, transformers takes these away and leaves their index.
+        is_left = bool(files) and is_named(single) and all(SHARD.fullmatch(file) and not is_named(directory / file) for file in set(files.values()))
+        if not is_left:
+            return {name: directory / file for name, file in files.items()}
     if not is_named(single) and len(named := list(directory.glob("*.safetensors"))) == 1:
         single = named[0]  # as AutoGPTQ called it: by bits and groups
     if not is_named(single):

@@ -24,7 +24,7 @@ from backend.detokenizer import (
 )
 from backend.errors import ModelError, RequestError
 from backend.final_message import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, cut_at, mark_end, read_turn
-from backend.model_files import check_regular, is_named, name_tokenizers, read_json
+from backend.model_files import TEMPLATES, check_regular, is_named, name_tokenizers, read_json
 from backend.special_tokens import SpecialTokens, read_special_tokens
 from backend.tools import CALL_TOKENS, ID_CHARACTERS, read_history, shorten_ids
 
@@ -259,7 +259,7 @@ def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, Chat
     else:
         sources = {"default": sources}
     if is_named(separate := directory / "chat_template.jinja"):
-        sources = {"default": separate, **{path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}}
+        sources = {"default": separate, **{path.stem: path for path in sorted((directory / TEMPLATES).glob("*.jinja"))}}
     elif not sources.get("default") and is_named(processor := directory / "chat_template.json"):  # of models that read images too
         sources["default"] = read_json(processor).get("chat_template")
     found = {}

@@ -20,6 +20,7 @@ from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.loading import check_gpu
+from backend.models.rope import frequencies
 from backend.parallel.ranks import Ranks
 from deploy.launcher import check_model as check_before_launch
 from tests.families import (
@@ -190,6 +191,7 @@ def test_made_up_weights(family: str, folders: Callable[[str], Path], tmp_path: 
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be false"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; it must be a list of num_hidden_layers (2)"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "of: full_attention, sliding_attention"),
+        ("qwen2", {"is_causal": False}, "is_causal is False; it must be true: tokens are written one after the other"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; it must be true or false"),
         ("mistral", {"layer_types": LAYER_TYPES}, "layer_types is ['sliding_attention', 'full_attention']; it must be what a model of ['MistralFor"),
         ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is ['full_attention', 'chunked_attention']"),
@@ -274,6 +276,16 @@ def test_older_places_of_rope(family: str, folders: Callable[[str], Path], tmp_p
     apart = {key: value for key, value in parameters.items() if key != "rope_theta"}
     beside = edited(folder, tmp_path / "beside", rope_parameters=..., rope_scaling=apart, rope_theta=1234.0)
     assert check_model(inside).layers == check_model(beside).layers == own
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "llama3"), ("ministral3", "yarn")])
+def test_an_original_context_beside_the_scaling_comes_first(family: str, kind: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """As in transformers, which so reads Phi-3's files: for what turns, and for queries that grow."""
+    scaling = rope(kind, factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0, llama_4_scaling_beta=0.1)
+    folder = edited(folders(family), tmp_path / "model", **scaling, original_max_position_embeddings=64)
+    model, own = transformers.AutoModelForCausalLM.from_pretrained(folder), check_model(folder).layers[0].attention.rope
+    assert own.original_len == model.config.rope_parameters["original_max_position_embeddings"] == 64
+    torch.testing.assert_close(frequencies(own, CONTEXT)[0], model.model.rotary_emb.inv_freq)
 
 
 def test_yarn_says_how_far_a_context_reaches(folders: Callable[[str], Path], tmp_path: Path) -> None:

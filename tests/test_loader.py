@@ -457,6 +457,17 @@ def test_an_index_that_is_wrong(sharded: Path) -> None:
     refused(sharded, f"{index} cannot be read")
 
 
+def test_one_file_beside_an_index(sharded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which transformers leaves there when it writes the one in the place of shards; and the one, when it writes shards."""
+    save(make_model(KINDS[2]), tmp_path / "whole")
+    shutil.copy(tmp_path / "whole" / "model.safetensors", sharded)
+    load(sharded)
+    assert f"{sharded / 'model.safetensors'} is not read: model.safetensors.index.json names other files" in caplog.text
+    save(make_model(KINDS[2]), sharded)
+    assert [path.name for path in sorted(sharded.glob("*.safetensors*"))] == ["model.safetensors", "model.safetensors.index.json"]
+    load(sharded)
+
+
 def test_no_weights_at_all(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path) -> None:
     folder = copy_of(tiny[1], tmp_path)
     whole = (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")  # one file of any name is the one

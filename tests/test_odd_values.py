@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from backend.errors import ModelError
 from backend.model_checks import check_config, check_model
 from backend.models.families import ARCHITECTURES
 from backend.models.quantized_config import read_checkpoint_quantization
-from tests.families import Case, make_model
+from tests.families import Case, load, make_model
 
 NAN, INFINITE = float("nan"), float("inf")
 NO_NUMBER = ["4", True, [], {}, "nonsense", [1, 2]]
@@ -237,3 +237,13 @@ def test_a_tied_head_beside_another_in_the_file(tmp_path) -> None:
         else:
             with pytest.raises(ModelError, match="tie_word_embeddings is true"):
                 check_model(tmp_path)
+
+
+def test_a_tied_head_alone_is_the_embedding(tmp_path) -> None:
+    """As transformers loads it: safetensors' save_model, which writes one weight under one name, leaves the head's."""
+    save_model(make_model(Case("llama", config={"tie_word_embeddings": True}), tmp_path), str(tmp_path / "model.safetensors"))
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "model.embed_tokens.weight" not in weights
+    model = load(tmp_path)
+    assert torch.equal(model.embed(torch.tensor([3, 300])), weights["lm_head.weight"][[3, 300]])
+    assert torch.equal(model.logits(torch.eye(64)[:1])[0], weights["lm_head.weight"][:, 0])

@@ -62,6 +62,17 @@ def test_as_the_text_model_alone(
     assert check_model(tmp_path / "rounded").layers == check_model(tmp_path / "model").layers
 
 
+def test_a_tied_head_alone_is_the_embedding(tmp_path: Path) -> None:
+    """As safetensors' save_model writes such models: it keeps one name of two."""
+    make_model(Case("mistral", config={"tie_word_embeddings": True}), tmp_path)
+    put_beside_images(tmp_path, "Mistral3ForConditionalGeneration", NEWER, {"tie_word_embeddings": True})
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.language_model.embed_tokens.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    spec = check_model(tmp_path)
+    assert (spec.embedding, spec.is_tied, spec.norm) == ("lm_head", True, "model.language_model.norm.weight")
+
+
 def test_what_the_file_leaves_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_4B))
     spec, config = check_model(tmp_path, has_weights=False), read_model_config(tmp_path)

@@ -102,6 +102,21 @@ def test_a_drafter(tmp_path: Path) -> None:
         assert {"model.layers.0.mlp.up_proj.weight_packed", "model.layers.0.enorm.weight"} <= set(file.keys())
 
 
+def test_what_stands_beside_the_weights_is_taken_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Templates of a folder of their own too, or chats with tools would be written by another one; and none of it where no model is written."""
+    folder = edited(BUNDLED_DRAFTER, tmp_path / "model")
+    template = folder / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--quantization", "wint8"]) == 0
+    names = {path.relative_to(folder) for path in folder.rglob("*")}
+    assert {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")} == names
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: own * float("nan") for name, own in weights.items()}, folder / "model.safetensors")
+    assert main(["quantize", str(folder), str(tmp_path / "none"), "--quantization", "wint8"]) == 2
+    assert not (tmp_path / "none").exists()
+
+
 def test_who_else_may_read_it_and_write_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """safetensors' own files are for their user alone; a server has another one in a container. Of two at once each would have written a part."""
     words = ["quantize", str(BUNDLED_DRAFTER), str(tmp_path / "out"), "--quantization", "wint8"]

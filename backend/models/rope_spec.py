@@ -122,17 +122,17 @@ def read_rope(
 def _read_kind(values: Values, scaling: Values, kind: str, rope: RopeSpec, original_len: int | None) -> RopeSpec:
     """The rest, which depends on the kind."""
     more: dict[str, object] = {}
+    # A value beside rope_parameters comes first: so do the files of Phi-3, and transformers follows it for all families.
+    place = values if values.has(ORIGINAL_LEN) else scaling
     if kind in ("linear", "llama3", "dynamic"):
         more["factor"] = scaling.number("factor", 1e6)
     if kind == "llama3":
         low, high = scaling.number("low_freq_factor", 1e6), scaling.number("high_freq_factor", 1e6)
         if low >= high:
             raise scaling.refuse("low_freq_factor", f"below high_freq_factor ({high:g})")
-        more |= {"low_freq_factor": low, "high_freq_factor": high, "original_len": scaling.integer(ORIGINAL_LEN, MAX_LEN)}
+        more |= {"low_freq_factor": low, "high_freq_factor": high, "original_len": place.integer(ORIGINAL_LEN, MAX_LEN)}
     if kind in ("yarn", "longrope"):
         max_len = values.integer("max_position_embeddings", MAX_LEN)
-        # A value beside rope_parameters comes first: so do the files of Phi-3.
-        place = values if values.has(ORIGINAL_LEN) else scaling
         own_len = place.integer(ORIGINAL_LEN, MAX_LEN, default=original_len or max_len)
         more |= {"original_len": own_len, "factor": scaling.number("factor", 1e6, default=max_len / own_len)}
         if scaling.has("attention_factor"):

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ def new_folder(out: Path) -> Iterator[None]:
             yield
         except BaseException:
             for path in out.iterdir():
-                path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             if is_made:
                 out.rmdir()
             raise

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from backend.models.rope_spec import RopeSpec, read_context_len
@@ -298,6 +298,8 @@ def read_decoder(
     logit_soft_cap: float | None = None,
 ) -> DecoderSpec:
     """is_tied: where the file does not say."""
+    if not values.flag("is_causal", default=True):  # of models that embed texts, whose tokens see later ones
+        raise values.refuse("is_causal", "true: tokens are written one after the other")
     end = values.get("eos_token_id")
     return DecoderSpec(
         values.where,
@@ -311,6 +313,12 @@ def read_decoder(
         embedding_scale=embedding_scale,
         logit_soft_cap=logit_soft_cap,
     )
+
+
+def settle_tied(spec: DecoderSpec, names: Container[str]) -> DecoderSpec:
+    """The model, whose embedding a checkpoint of these weights may have under its head's name alone: safetensors' save_model keeps that one."""
+    is_head = spec.is_tied and f"{spec.embedding}.weight" not in names and f"{spec.head}.weight" in names
+    return replace(spec, embedding=spec.head) if is_head else spec
 
 
 def read_layer_types(values: Values, default: Sequence[str]) -> list[str]:

@@ -17,12 +17,13 @@ Part = TypeVar("Part")
 
 def place_weights(spec: DecoderSpec, names: Container[str]) -> DecoderSpec:
     """The model, its weights under the names that a folder has for them."""
-    if f"{spec.embedding}.weight" in names:
+    if spec.norm in names:
         return spec
     for body, head in PLACES:
         placed = _rename(spec, {"model.": body, spec.head: head})
-        if f"{placed.embedding}.weight" in names:
-            return dataclasses.replace(placed, is_tied=spec.is_tied and f"{head}.weight" not in names)
+        if placed.norm in names:
+            has_both = f"{head}.weight" in names and f"{placed.embedding}.weight" in names
+            return dataclasses.replace(placed, is_tied=spec.is_tied and not has_both)
     return spec
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model
-from backend.model_files import INDEX_FILE, find_weights, open_weights, read_config
+from backend.model_files import INDEX_FILE, TEMPLATES, find_weights, open_weights, read_config
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
 from backend.models.quantized_config import CLASS, read_checkpoint_quantization
 from backend.models.shards import ShardWriter, check_new, new_folder
@@ -45,11 +45,13 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
     if not schemes:
         raise ConfigError(f"quantization {quantization.names} rounds no weight of {directory}")
     with new_folder(out):
-        for path in sorted(directory.iterdir()):
+        for path in sorted((*directory.iterdir(), *(directory / TEMPLATES).glob("*.jinja"))):
             # config.json comes last: what is ended before is no model.
             is_other = path.suffix != ".safetensors" and path.name not in (INDEX_FILE, "config.json")
             if is_other and path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
-                shutil.copyfile(path, out / path.name)
+                copy = out / path.relative_to(directory)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         plain = _write_weights(find_weights(directory), out, schemes)
         text = json.dumps(json.loads((directory / "config.json").read_text("utf-8")) | {"quantization_config": _describe(schemes, plain)}, indent=2)
         (out / "config.json").write_text(f"{text}\n", "utf-8")

@@ -62,7 +62,7 @@ def ministral3(values: Values) -> DecoderSpec:
     if parameters.is_empty:
         raise values.refuse("rope_parameters", "an object: what this family turns by where there is none, other files do not say")
     if parameters.has("llama_4_scaling_beta"):
-        original = parameters.integer("original_max_position_embeddings", 2**24)
+        original = rope.original_len or parameters.integer("original_max_position_embeddings", 2**24)
         rope = dataclasses.replace(rope, query_scale_beta=parameters.number("llama_4_scaling_beta", 1e3), original_len=original)
     return _decoder(values, sizes, rope, [read_window(values)] * read_num_layers(values))
 
