@@ -265,6 +265,32 @@ def test_the_end_answers_everybody(adapter, model, gate):
     assert all("[UNAVAILABLE]" in str(s.finish()[-1].error()) for s in [*senders, running])
 
 
+def test_the_end_answers_what_waits_for_another_end(adapter):
+    """Which another thread is still sending when no more is to come."""
+    from backend.adapters.exchange import Exchange
+    from backend.adapters.responses import Responses
+    from backend.core import Delta, SpeculationStats
+
+    opened = threading.Event()
+
+    class SlowSender(Sender):
+        def send(self, response: Any, flags: int = 0) -> None:
+            assert opened.wait(60)
+            super().send(response, flags)
+
+    ended, cancel = Exchange(SlowSender(), 0, is_awaited=True), Exchange(Sender(), 1)
+    cancel.waits_for = [ended]
+    responses = Responses(SimpleNamespace(count_response=lambda: None), *[lambda *_: None] * 3)
+    responses.start()
+    responses.put([(e, Delta("", finish_reason="cancelled", stats=SpeculationStats())) for e in (ended, cancel)])
+    responses.stop(0.0)
+    wait_until(lambda: responses.threads[1]._outbox.empty())
+    opened.set()
+    for thread in responses.threads:
+        thread.join(60)
+    assert ended.sender.reasons() == cancel.sender.reasons() == [b"cancelled"]
+
+
 def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch):
     """Which names no shared-memory region: whoever knows one can have the server map it."""
     from backend.adapters.answers import AnswerTensors

@@ -116,11 +116,11 @@ class ResponseThread:
     def _run(self) -> None:
         """Sends what the others made, one response per request and step; steps that piled up meanwhile go together."""
         is_open = True
-        while is_open:
+        while is_open or self._held:  # whose ends another thread is sending, and tells of
             groups = [self._outbox.get()]
             while not self._outbox.empty():
                 groups.append(self._outbox.get())
-            is_open = None not in groups
+            is_open = is_open and None not in groups
             merged: dict[tuple[int, int], tuple[Exchange, Answer]] = {}
             for number, (exchange, delta) in enumerate(itertools.chain.from_iterable(filter(None, groups)), 1):
                 if delta is None or delta.error is not None:
