@@ -306,6 +306,17 @@ def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch)
     assert_idle(model)
 
 
+def test_a_last_response_that_cannot_be_sent_leaves_no_request_open(model, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to increase the shared memory pool size")
+
+    for values in ({"max_tokens": 0}, {"max_tokens": 1, "stream": False}):
+        request = InferenceRequest("lost", text_input="x = 1", **values)
+        monkeypatch.setattr(request.sender, "send", fail)
+        model.execute([request])
+        assert_idle(model)
+
+
 def test_counts_are_told_once(model):
     """All of them at first, and later what has changed."""
     from backend.engine_process.counts import Counts

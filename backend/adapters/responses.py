@@ -209,8 +209,10 @@ class ResponseThread:
 
     def _send_final(self, exchange: Exchange, response: Any) -> None:
         exchange.is_closed = True
-        exchange.sender.send(response, flags=FINAL)
-        self._close(exchange)
+        try:
+            exchange.sender.send(response, flags=FINAL)
+        finally:  # nobody knows how far one came that could not be sent, and the server takes no other
+            self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:
         exchange.is_closed = exchange.is_over = True
