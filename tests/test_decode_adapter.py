@@ -197,6 +197,36 @@ def test_what_is_not_tokenized_yet_can_be_cancelled(model, gate, place):
     assert_idle(model)
 
 
+@contextlib.contextmanager
+def being_read(adapter, model, monkeypatch) -> Iterator[InferenceRequest]:
+    """A long request that is read meanwhile, and passed on then."""
+    begun, opened, read = threading.Event(), threading.Event(), adapter.read_request
+    request = InferenceRequest("long", text_input="x = 1", max_tokens=2000, ignore_eos=True)
+
+    def wait(other: Any, *rest: Any) -> Any:
+        if other is request:
+            begun.set()
+            assert opened.wait(60)
+        return read(other, *rest)
+
+    monkeypatch.setattr(adapter, "read_request", wait)
+    thread = threading.Thread(target=model.execute, args=([request],))
+    thread.start()
+    assert begun.wait(60)
+    yield request
+    opened.set()
+    thread.join()
+
+
+def test_a_cancel_that_overtakes_its_request(adapter, model, monkeypatch):
+    """Which may be read beside it, where ranks are instances: it goes on, and its client is looked for as ever."""
+    with being_read(adapter, model, monkeypatch) as request:
+        assert ask(model, cancel="long").reasons() == [b"stop"]
+    request.sender.is_gone = True
+    assert request.sender.reasons() == [b"cancelled"]
+    assert_idle(model)
+
+
 def test_a_client_that_left_before_the_tokenizer_came_to_it(model, gate):
     begun, queued = (ask(model, text_input=f"{name} = 1", max_tokens=4) for name in "xy")
     queued.is_gone = True

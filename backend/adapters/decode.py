@@ -138,8 +138,6 @@ class TritonPythonModel:
         """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`."""
         with self._lock:
             found = [e for e in self._exchanges.values() if e.client_id == call.target_id and e is not exchange]
-        for one in found:
-            one.is_cancelled = True
         self._engine.cancel(exchange.number, exchange.key, [(e.number, e.key) for e in found], self._is_refusing)
 
     def _end_early(self, exchange: Exchange) -> None:
