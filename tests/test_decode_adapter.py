@@ -227,6 +227,14 @@ def test_a_cancel_that_overtakes_its_request(adapter, model, monkeypatch):
     assert_idle(model)
 
 
+def test_a_client_that_left_while_its_request_was_read(adapter, model, monkeypatch):
+    with being_read(adapter, model, monkeypatch) as request:
+        request.sender.is_gone = True
+        wait_until(lambda: all(e.is_cancelled for e in list(model._exchanges.values())))
+    assert request.sender.reasons() == [b"cancelled"]
+    assert_idle(model)
+
+
 def test_a_client_that_left_before_the_tokenizer_came_to_it(model, gate):
     begun, queued = (ask(model, text_input=f"{name} = 1", max_tokens=4) for name in "xy")
     queued.is_gone = True

@@ -131,6 +131,8 @@ class TritonPythonModel:
                 if isinstance(call, GenerateCall):
                     exchange.num_open = call.params.n
                 self._engine.submit(number, exchange.key, call, call.timeout if isinstance(call, GenerateCall) else None)
+                if exchange.is_cancelled:  # while it was read, when the engine's process did not know it
+                    self._engine.end(number, exchange.key)
         except Exception as error:  # whatever it is, it belongs to this request only
             self._responses.put([(exchange, Delta(exchange.key, error=error))])
 
