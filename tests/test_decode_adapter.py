@@ -506,6 +506,22 @@ def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text,
     assert [values(make(index)) for index in (0, 1, 0)] == kept
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_log_probabilities_are_written_token_by_token(adapter, monkeypatch, count):
+    """What is written in one call keeps Python's lock: 64 answers of a whole context would hold up everybody else's for seconds."""
+    from backend.adapters import answers
+    from backend.core import Delta, TokenLogprobs
+
+    calls: list[str] = []
+    monkeypatch.setattr(answers.json, "dumps", lambda value, dumps=json.dumps: calls.append(dumps(value)) or calls[-1])
+    tokens = [[TokenLogprobs(5, -0.5, [(5, -0.5), (i, -1.25e-7)]) for i in range(30)] for _ in range(count)]
+    deltas = [Delta("a", i, [5] * 30, "x", ["target"] * 30, own, num_output_tokens=90) for i, own in enumerate(tokens)]
+    (text,) = next(t.as_numpy() for t in answers.AnswerTensors().of(answers.Answer(deltas)) if t.name() == "logprobs")
+    monkeypatch.undo()
+    found = [[{"id": p.token_id, "logprob": p.logprob, "top": [{"id": i, "logprob": v} for i, v in p.top]} for p in own] for own in tokens]
+    assert json.loads(text) == (found if count > 1 else found[0]) and max(map(len, calls)) < 200
+
+
 def test_workers_withdraw_and_end() -> None:
     from backend.engine_process.intake_workers import IntakeWorkers
 
