@@ -197,6 +197,44 @@ def test_what_is_not_tokenized_yet_can_be_cancelled(model, gate, place):
     assert_idle(model)
 
 
+@contextlib.contextmanager
+def being_read(adapter, model, monkeypatch) -> Iterator[InferenceRequest]:
+    """A long request that is read meanwhile, and passed on then."""
+    begun, opened, read = threading.Event(), threading.Event(), adapter.read_request
+    request = InferenceRequest("long", text_input="x = 1", max_tokens=2000, ignore_eos=True)
+
+    def wait(other: Any, *rest: Any) -> Any:
+        if other is request:
+            begun.set()
+            assert opened.wait(60)
+        return read(other, *rest)
+
+    monkeypatch.setattr(adapter, "read_request", wait)
+    thread = threading.Thread(target=model.execute, args=([request],))
+    thread.start()
+    assert begun.wait(60)
+    yield request
+    opened.set()
+    thread.join()
+
+
+def test_a_cancel_that_overtakes_its_request(adapter, model, monkeypatch):
+    """Which may be read beside it, where ranks are instances: it goes on, and its client is looked for as ever."""
+    with being_read(adapter, model, monkeypatch) as request:
+        assert ask(model, cancel="long").reasons() == [b"stop"]
+    request.sender.is_gone = True
+    assert request.sender.reasons() == [b"cancelled"]
+    assert_idle(model)
+
+
+def test_a_client_that_left_while_its_request_was_read(adapter, model, monkeypatch):
+    with being_read(adapter, model, monkeypatch) as request:
+        request.sender.is_gone = True
+        wait_until(lambda: all(e.is_cancelled for e in list(model._exchanges.values())))
+    assert request.sender.reasons() == [b"cancelled"]
+    assert_idle(model)
+
+
 def test_a_client_that_left_before_the_tokenizer_came_to_it(model, gate):
     begun, queued = (ask(model, text_input=f"{name} = 1", max_tokens=4) for name in "xy")
     queued.is_gone = True
@@ -265,6 +303,32 @@ def test_the_end_answers_everybody(adapter, model, gate):
     assert all("[UNAVAILABLE]" in str(s.finish()[-1].error()) for s in [*senders, running])
 
 
+def test_the_end_answers_what_waits_for_another_end(adapter):
+    """Which another thread is still sending when no more is to come."""
+    from backend.adapters.exchange import Exchange
+    from backend.adapters.responses import Responses
+    from backend.core import Delta, SpeculationStats
+
+    opened = threading.Event()
+
+    class SlowSender(Sender):
+        def send(self, response: Any, flags: int = 0) -> None:
+            assert opened.wait(60)
+            super().send(response, flags)
+
+    ended, cancel = Exchange(SlowSender(), 0, is_awaited=True), Exchange(Sender(), 1)
+    cancel.waits_for = [ended]
+    responses = Responses(SimpleNamespace(count_response=lambda: None), *[lambda *_: None] * 3)
+    responses.start()
+    responses.put([(e, Delta("", finish_reason="cancelled", stats=SpeculationStats())) for e in (ended, cancel)])
+    responses.stop(0.0)
+    wait_until(lambda: responses.threads[1]._outbox.empty())
+    opened.set()
+    for thread in responses.threads:
+        thread.join(60)
+    assert ended.sender.reasons() == cancel.sender.reasons() == [b"cancelled"]
+
+
 def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch):
     """Which names no shared-memory region: whoever knows one can have the server map it."""
     from backend.adapters.answers import AnswerTensors
@@ -278,6 +342,17 @@ def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch)
     monkeypatch.undo()
     assert ask(model, text_input="x = 1", max_tokens=1).reasons() == [b"length"]
     assert_idle(model)
+
+
+def test_a_last_response_that_cannot_be_sent_leaves_no_request_open(model, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to increase the shared memory pool size")
+
+    for values in ({"max_tokens": 0}, {"max_tokens": 1, "stream": False}):
+        request = InferenceRequest("lost", text_input="x = 1", **values)
+        monkeypatch.setattr(request.sender, "send", fail)
+        model.execute([request])
+        assert_idle(model)
 
 
 def test_counts_are_told_once(model):
@@ -429,6 +504,22 @@ def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text,
     kept = [values(make(index)) for index in (0, 1, 0)]
     monkeypatch.setattr(tensors, "_plain", lambda delta: None)
     assert [values(make(index)) for index in (0, 1, 0)] == kept
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_log_probabilities_are_written_token_by_token(adapter, monkeypatch, count):
+    """What is written in one call keeps Python's lock: 64 answers of a whole context would hold up everybody else's for seconds."""
+    from backend.adapters import answers
+    from backend.core import Delta, TokenLogprobs
+
+    calls: list[str] = []
+    monkeypatch.setattr(answers.json, "dumps", lambda value, dumps=json.dumps: calls.append(dumps(value)) or calls[-1])
+    tokens = [[TokenLogprobs(5, -0.5, [(5, -0.5), (i, -1.25e-7)]) for i in range(30)] for _ in range(count)]
+    deltas = [Delta("a", i, [5] * 30, "x", ["target"] * 30, own, num_output_tokens=90) for i, own in enumerate(tokens)]
+    (text,) = next(t.as_numpy() for t in answers.AnswerTensors().of(answers.Answer(deltas)) if t.name() == "logprobs")
+    monkeypatch.undo()
+    found = [[{"id": p.token_id, "logprob": p.logprob, "top": [{"id": i, "logprob": v} for i, v in p.top]} for p in own] for own in tokens]
+    assert json.loads(text) == (found if count > 1 else found[0]) and max(map(len, calls)) < 200
 
 
 def test_workers_withdraw_and_end() -> None:

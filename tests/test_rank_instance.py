@@ -93,6 +93,7 @@ def test_what_is_refused_is_refused_as_by_rank_0(pair):
         request = InferenceRequest(request_id, **values)
         pair.instance.execute([request])
         assert message in request.sender.message()
+        assert request.sender.responses[0].error().code().name == "INVALID_ARG"
 
 
 def test_a_client_that_is_gone_ends_its_request(pair):

@@ -5,6 +5,7 @@ It keeps the rules whose breach ends that process: one thread sends, and nothing
 
 from __future__ import annotations
 
+import enum
 import importlib
 import logging
 import sys
@@ -30,10 +31,19 @@ class Tensor:
         return self._array
 
 
-class TritonError(Exception):
-    INVALID_ARG, UNAVAILABLE, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "INTERNAL"
+class ErrorCode(enum.Enum):
+    """As the server's, no text."""
 
-    def __init__(self, message: str, code: str) -> None:
+    INVALID_ARG = enum.auto()
+    UNAVAILABLE = enum.auto()
+    INTERNAL = enum.auto()
+
+
+class TritonError(Exception):
+    INVALID_ARG, UNAVAILABLE, INTERNAL = ErrorCode
+
+    def __init__(self, message: str, code: ErrorCode) -> None:
+        assert isinstance(code, ErrorCode)
         message.encode()
         super().__init__(message)
         self._code = code
@@ -41,7 +51,7 @@ class TritonError(Exception):
     def message(self) -> str:
         return str(self)
 
-    def code(self) -> str:
+    def code(self) -> ErrorCode:
         return self._code
 
 

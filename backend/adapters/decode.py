@@ -131,6 +131,8 @@ class TritonPythonModel:
                 if isinstance(call, GenerateCall):
                     exchange.num_open = call.params.n
                 self._engine.submit(number, exchange.key, call, call.timeout if isinstance(call, GenerateCall) else None)
+                if exchange.is_cancelled:  # while it was read, when the engine's process did not know it
+                    self._engine.end(number, exchange.key)
         except Exception as error:  # whatever it is, it belongs to this request only
             self._responses.put([(exchange, Delta(exchange.key, error=error))])
 
@@ -138,8 +140,6 @@ class TritonPythonModel:
         """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`."""
         with self._lock:
             found = [e for e in self._exchanges.values() if e.client_id == call.target_id and e is not exchange]
-        for one in found:
-            one.is_cancelled = True
         self._engine.cancel(exchange.number, exchange.key, [(e.number, e.key) for e in found], self._is_refusing)
 
     def _end_early(self, exchange: Exchange) -> None:

@@ -26,7 +26,7 @@ class Exchange:
     last_look: float = 0.0
     """When the server was asked whether the client is still there. The sender thread's."""
     is_cancelled: bool = False
-    """Its end was asked for, by its client or by another request."""
+    """Its client is gone, or it cannot be answered: its end was asked for."""
     is_closed: bool = False
     """Its final response was sent, or is being sent. The sender thread's."""
     is_over: bool = False

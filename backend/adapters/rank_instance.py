@@ -174,7 +174,7 @@ class RankInstance:
         response = None
         if "error" in head:
             message, code = head["error"]
-            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
         elif head["has_response"]:
             response = pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays])
         self._send(head["number"], request, response, head["is_final"])

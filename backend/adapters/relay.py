@@ -96,7 +96,7 @@ class RelayedSender:
         if response is not None:
             if response.has_error():
                 error = response.error()
-                head["error"] = [error.message(), error.code()]
+                head["error"] = [error.message(), error.code().name]  # by name: the code itself is a type of the server's
             else:
                 arrays = [(t.name(), t.as_numpy()) for t in response.output_tensors()]
         self._send(pack(head, arrays))

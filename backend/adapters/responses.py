@@ -116,11 +116,11 @@ class ResponseThread:
     def _run(self) -> None:
         """Sends what the others made, one response per request and step; steps that piled up meanwhile go together."""
         is_open = True
-        while is_open:
+        while is_open or self._held:  # whose ends another thread is sending, and tells of
             groups = [self._outbox.get()]
             while not self._outbox.empty():
                 groups.append(self._outbox.get())
-            is_open = None not in groups
+            is_open = is_open and None not in groups
             merged: dict[tuple[int, int], tuple[Exchange, Answer]] = {}
             for number, (exchange, delta) in enumerate(itertools.chain.from_iterable(filter(None, groups)), 1):
                 if delta is None or delta.error is not None:
@@ -209,8 +209,10 @@ class ResponseThread:
 
     def _send_final(self, exchange: Exchange, response: Any) -> None:
         exchange.is_closed = True
-        exchange.sender.send(response, flags=FINAL)
-        self._close(exchange)
+        try:
+            exchange.sender.send(response, flags=FINAL)
+        finally:  # nobody knows how far one came that could not be sent, and the server takes no other
+            self._close(exchange)
 
     def _close(self, exchange: Exchange) -> None:
         exchange.is_closed = exchange.is_over = True
