@@ -159,7 +159,7 @@ class TritonPythonModel:
         for number, delta, waits_for in news:
             if (exchange := known.get(number)) is not None:
                 if waits_for:
-                    exchange.waits_for = [known[other] for other in waits_for if other in known]
+                    exchange.waits_for = [other for number in waits_for if (other := known.get(number)) is not None]
                     for other in exchange.waits_for:
                         other.is_awaited = True
                 made.append((exchange, delta))
