@@ -327,14 +327,14 @@ sys.exit(Supervisor(command, dict(os.environ), Path(sys.argv[3]), ["decode"], ap
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_a_server_that_ends_while_it_loads(tmp_path: Path, sent: signal.Signals) -> None:
     """Its shared memory is there before the processes of its models are, and before any of them has answered."""
     region = Path(SHARED_MEMORY_FOLDER, f"{REGION}test-{os.getpid()}")
     ports = map(str, free_ports(3))
     try:
         process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, LOADING, str(region), str(tmp_path), "0", *ports])
-        wait_for((tmp_path / ("mapped" if sent == signal.SIGTERM else REGIONS_FILE)).exists, "the server's memory")
+        wait_for((tmp_path / (REGIONS_FILE if sent == signal.SIGKILL else "mapped")).exists, "the server's memory")
         process.send_signal(sent)
         process.wait(30)
         if sent == signal.SIGKILL:  # the next one on this folder does it

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.endings import hear_endings
 from deploy.supervision.patience import Voucher
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
 from deploy.supervision.processes import (
@@ -63,7 +64,7 @@ class MemoryFull(Exception):
 
 
 class Supervisor:
-    """Runs a server until it is told to stop by SIGTERM or SIGINT; the second one ends it at once."""
+    """Runs a server until it is told to stop by SIGTERM, SIGINT or SIGHUP; the second one ends it at once."""
 
     def __init__(
         self,
@@ -127,8 +128,7 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit status: 0 after a signal and an orderly end."""
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        hear_endings(self._on_signal)
         try:
             return self._keep_running()
         finally:
@@ -174,7 +174,7 @@ class Supervisor:
                     return 0
                 time.sleep(LOOK_SECONDS)
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int) -> None:
         self._num_signals += 1
         if self._num_signals > 1:
             if self._process is not None:
