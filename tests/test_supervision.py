@@ -47,7 +47,7 @@ from deploy.supervision.processes import (
     read_state,
     remove_regions,
 )
-from deploy.supervision.watch import Backoff, ModelState, RestartBudget
+from deploy.supervision.watch import Backoff, ModelState, ModelWatch, RestartBudget
 from tests.conftest import greedy
 from tests.servers import RunningServer, serve
 from tests.supervised import (
@@ -288,6 +288,18 @@ def test_a_model_that_was_loaded_is_waited_for_while_the_machine_stood_still(mon
     assert own._await_answer(3.0)
     looks = [1.0] * 5
     assert not own._await_answer(3.0) and looks
+
+
+def test_a_model_whose_folder_is_gone_is_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It cannot be loaded again: nobody watched it any more, and it was said to be loading for ever."""
+    monkeypatch.setattr(ModelWatch, "_await_answer", lambda *_: True)
+    monkeypatch.setattr(ModelWatch, "_watch", lambda *_: "its process 1 died")
+    failures: list[str] = []
+    state = ModelState("tokenizer")
+    api = ServerApi("127.0.0.1", 1, 1, 1, "key")
+    ModelWatch(state, api, tmp_path, os.getpid(), 30.0, math.inf, 1, failures.append, print).run()
+    assert failures == ["tokenizer: its process 1 died"] and state.state == "down"
+    assert state.detail == f"{tmp_path}/tokenizer/1/model.py: No such file or directory"
 
 
 def test_how_long_a_model_was_up(monkeypatch: pytest.MonkeyPatch) -> None:
