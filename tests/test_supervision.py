@@ -356,6 +356,44 @@ def test_nothing_is_left_of_a_server_that_ends_while_it_loads(tmp_path: Path, se
         region.unlink(missing_ok=True)
 
 
+DRAINING = """
+import errno, os, shutil, sys
+from pathlib import Path
+from deploy.supervision.probe import ServerApi
+from deploy.supervision.supervisor import Supervisor
+folder = Path(sys.argv[2])
+(folder / "decode" / "1").mkdir(parents=True)
+api = ServerApi("127.0.0.1", 1, 1, 1, "key")
+command = [sys.executable, "-c", sys.argv[1], str(folder)]
+supervisor = Supervisor(command, dict(os.environ), folder, ["decode"], api, drain_seconds=7.0, hang_seconds=30.0, max_restarts=0)
+supervisor._start()
+supervisor.states[0].set("up")
+supervisor._has_engine = lambda: True
+if sys.argv[3] == "gone":
+    shutil.rmtree(folder)
+def write(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+Path.write_text = write
+sys.exit(supervisor._drain())
+"""
+DRAINED = """
+import os, sys, time
+path = sys.argv[1] + f"/decode/1/drain-{os.getpid()}"
+while not os.path.exists(path):
+    time.sleep(0.05)
+print("told", open(path).read(), flush=True)
+os.remove(path)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("what", "told", "said"), [("full", "told 7.0", ""), ("gone", "", "cannot be written: ")])
+def test_what_drains_where_nothing_can_be_written(tmp_path: Path, what: str, told: str, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", DRAINING, DRAINED, str(tmp_path / "r"), what], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and ended.stdout.strip() == told, ended.stderr
+    assert said in ended.stderr and "Traceback" not in ended.stderr
+
+
 ENDING = "import os, sys; open(sys.argv[2], 'a').write('.'); {}"
 CRASH = "os.kill(os.getpid(), 6)"
 
