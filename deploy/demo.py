@@ -19,7 +19,7 @@ from pathlib import Path
 from client.loopback import open_url
 from deploy.endings import raised_signals
 from deploy.server import free_ports, state_directory
-from deploy.together import end_with_parent
+from deploy.together import FORETOKEN, end_with_parent
 
 PROMPT = '''class Circle:
     """A circle of a radius."""
@@ -40,7 +40,6 @@ class Rectangle:
     """A rectangle of a width and a height."""
 
     def __init__(self, x, y, width, height):'''
-FORETOKEN = (sys.executable, "-m", "deploy.cli")
 START_SECONDS = 120
 MAX_ENDING, MAX_TOLD = 3000, 8
 """Of a log whose server did not start: characters of its end, and lines before them."""

@@ -10,11 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from deploy.endings import hear_endings
 
 LOOK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
+
+FOLDER = str(Path(__file__).parents[1])
+FORETOKEN = (sys.executable, "-c", f"import sys; sys.path[:] = [{FOLDER!r}, *filter(None, sys.path)]; from deploy.cli import main; sys.exit(main())")
+"""This program as a process of its own. By `-m` it would look for modules in the folder that it runs in first, whose `backend` may be another."""
 
 _libc = ctypes.CDLL(None)
 
