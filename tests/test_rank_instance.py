@@ -18,7 +18,7 @@ import pytest
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import ConfigError, ModelError
-from backend.parallel.claims import claim_rank, meeting_folder
+from backend.parallel.claims import check_socket, claim_rank, meeting_folder
 from tests.servers import wait_until
 from tests.triton_stand_in import InferenceRequest
 
@@ -192,3 +192,9 @@ class TestClaims:
         with pytest.raises(ConfigError, match="not a folder of this user alone"):
             meeting_folder(4712, tmp_path)
         folder.rmdir()
+
+    def test_a_folder_whose_path_is_too_long_for_a_socket_is_refused(self, tmp_path):
+        """Rank 0 alone failed, by an error that named nothing, and the others waited for it for two minutes."""
+        check_socket(Path("/", "a" * 100))
+        with pytest.raises(ConfigError, match="108 bytes, of at most 107 for a socket: shorten TMPDIR"):
+            check_socket(Path("/", "a" * 101))
