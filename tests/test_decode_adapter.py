@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError
+from backend.own_process import command
 from tests.triton_stand_in import HostThread, InferenceRequest, Sender
 
 LONG = "é" * 131_000
@@ -331,6 +333,15 @@ def test_an_engine_s_process_that_ends_while_it_loads(adapter, tmp_path, monkeyp
     monkeypatch.setattr("backend.engine_process.client.start_process", start)
     with pytest.raises(ModelError, match=message), running_model(adapter, tmp_path, PLAIN):
         pass
+
+
+def test_an_engine_s_process_whose_parent_died_while_it_was_started() -> None:
+    """It loaded a model for nobody, which took the memory that the next one needed."""
+    own, other = Pipe()
+    with own, other:
+        number = other.fileno()
+        process = subprocess.Popen([*command("backend.engine_process.main"), str(number), "1"], pass_fds=[number])
+        assert process.wait(60) == 1
 
 
 @pytest.mark.parametrize(
