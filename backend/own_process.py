@@ -4,6 +4,7 @@ second of processor time of three and a half)."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import os
@@ -58,7 +59,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+            with contextlib.suppress(RuntimeError):  # its own thread could not be started: next time
+                faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
             time.sleep(PARENT_LOOK_SECONDS)
             heap.look()
         os._exit(1)

@@ -21,6 +21,7 @@ import pytest
 from backend.config import BUNDLED_MODEL
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError
 from backend.own_process import command
+from deploy.supervision.processes import is_running
 from tests.triton_stand_in import HostThread, InferenceRequest, Sender
 
 LONG = "é" * 131_000
@@ -342,6 +343,25 @@ def test_an_engine_s_process_whose_parent_died_while_it_was_started() -> None:
         number = other.fileno()
         process = subprocess.Popen([*command("backend.engine_process.main"), str(number), "1"], pass_fds=[number])
         assert process.wait(60) == 1
+
+
+LIMITED = """
+import faulthandler, time
+from backend.own_process import end_with_parent
+def fail(*_, **__):
+    raise RuntimeError("unable to start watchdog thread")
+faulthandler.dump_traceback_later = fail
+end_with_parent()
+print("watched", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_can_start_no_threads_ends_with_its_parent() -> None:
+    """The limit of processes may be reached for a moment: it was not watched any more from then on."""
+    parent = f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {LIMITED!r}], stdout=-1); c.stdout.readline(); print(c.pid)"
+    found = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
+    wait_until(lambda: not is_running(int(found.stdout)))
 
 
 @pytest.mark.parametrize(
