@@ -390,6 +390,21 @@ def test_json_that_is_nested_deeply(model, name, depth):
     assert_idle(model)
 
 
+def test_what_cannot_be_asked_is_answered() -> None:
+    """As where no thread can be started for the end, which was waited for a minute then."""
+    from backend.engine_process.host import EngineHost
+    from backend.engine_process.line import Line
+
+    own, other = map(Line, Pipe())
+    host = EngineHost(other)
+    threading.Thread(target=host.serve, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineHost, "_answer", lambda *_: 1 / 0)
+        own.send("ask", 3, "counts")
+        assert own.receive() == ("answer", (3, None, "ZeroDivisionError: division by zero"))
+    own.close()
+
+
 def test_who_asks_an_engine_that_is_gone_hears_of_it(adapter):
     """Whether it goes before it is asked, or then; and nobody waits for one that says nothing."""
 
