@@ -18,7 +18,7 @@ from pathlib import Path
 
 from client.loopback import open_url
 from deploy.endings import raised_signals
-from deploy.server import free_ports, state_directory
+from deploy.server import LaunchError, free_ports, state_directory
 from deploy.together import FORETOKEN, end_with_parent
 
 PROMPT = '''class Circle:
@@ -160,11 +160,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(max_tokens: int) -> int:
     ports = free_ports(3)
-    log = state_directory() / "demo.log"
     try:
+        log = state_directory() / "demo.log"
         log.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(f"[demo] {log.parent} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)
+        return 1
+    except LaunchError as error:
+        print(f"[demo] {error}", file=sys.stderr)
         return 1
     print(f"[demo] starting tritonserver with the bundled model on 127.0.0.1 (HTTP {ports[0]}, gRPC {ports[1]}, metrics {ports[2]}) ...", flush=True)
     started = time.monotonic()
