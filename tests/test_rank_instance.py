@@ -19,6 +19,7 @@ import pytest
 from backend.config import BUNDLED_MODEL
 from backend.errors import ConfigError, ModelError
 from backend.parallel.claims import check_socket, claim_rank, meeting_folder
+from backend.rank_processes import follow_in_process
 from tests.servers import wait_until
 from tests.triton_stand_in import InferenceRequest
 
@@ -112,6 +113,17 @@ def test_rank_0_that_ends_leaves_nobody_waiting(pair):
     assert "[UNAVAILABLE] request 'held': rank 0 has ended" in str(held.sender.finish()[-1].error())
     pair.instance.execute([late])
     assert "[UNAVAILABLE] request 'late': rank 0 has ended" in late.sender.message()
+
+
+def test_clients_hear_which_rank_it_was_that_ended(pair, monkeypatch):
+    """They were told of rank 0 where the instance's own process had died."""
+    killed = [sys.executable, "-c", "import os; input(); os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("backend.rank_processes.own_process.command", lambda module: killed)
+    with pytest.raises(ModelError, match="its process has ended with status -9"):
+        follow_in_process({}, print, pair.instance._note_lost)
+    late = InferenceRequest("late", text_input="def f(", max_tokens=1900, ignore_eos=True)
+    pair.instance.execute([late])
+    assert "[UNAVAILABLE] request 'late': rank 1 cannot go on: its process has ended with status -9" in str(late.sender.finish()[-1].error())
 
 
 def test_an_instance_that_is_ended_tells_rank_0(pair):
