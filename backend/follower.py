@@ -287,7 +287,7 @@ def end_at_once(rank: int, report: Callable[[dict[str, Any]], None]) -> Callable
 
     def end(why: str) -> None:
         logger.error("rank %d ends: %s", rank, why)
-        report({"error": why})
+        report({"error": f"rank 0 has ended: {why}"})
         os._exit(LOST_STATUS)
 
     return end

@@ -4,6 +4,7 @@ second of processor time of three and a half)."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import os
@@ -45,19 +46,21 @@ def end() -> None:
     os._exit(0)
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Ends this process when the one that started it has died: a server's stub with requests in hand stays and computes for ever (measured).
 
     A call to a dead server, such as one that creates a metric, never returns and keeps Python's lock (measured): then no thread of Python
     runs, and a timer of faulthandler's, which needs none, says where each one stands and ends the process.
     SIGUSR1 has it say that alone: the supervisor asks, before it ends a process that no longer answers.
+    parent: its process id, where it may have died before this is called.
     """
-    parent, heap = os.getppid(), Heap()
+    parent, heap = os.getppid() if parent is None else parent, Heap()
     faulthandler.register(signal.SIGUSR1)
 
     def watch() -> None:
         while os.getppid() == parent:
-            faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+            with contextlib.suppress(RuntimeError):  # its own thread could not be started: next time
+                faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
             time.sleep(PARENT_LOOK_SECONDS)
             heap.look()
         os._exit(1)

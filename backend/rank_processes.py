@@ -52,7 +52,7 @@ def read_reports(child: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 def follow_in_process(spec: dict[str, Any], report: Callable[[dict[str, Any]], None], end: Callable[[str], None]) -> None:
     """As `backend.follower.run_rank`, in a process of its own, until that ends. Raises ModelError where it has not come to an orderly end.
 
-    end: told why rank 0 is gone, or the process is.
+    end: told why this rank cannot go on: rank 0 is gone, or the process is.
     """
     child = start_rank({**spec, "reports": True, "parent": os.getpid()})
     why = ""
@@ -60,5 +60,6 @@ def follow_in_process(spec: dict[str, Any], report: Callable[[dict[str, Any]], N
         why = own.get("error", why)
         report(own)
     if (status := child.wait()) or why:
-        end(why or f"exit status {status}")
-        raise ModelError(why or f"its process has ended with status {status}")
+        why = why or f"its process has ended with status {status}"
+        end(why)
+        raise ModelError(why)

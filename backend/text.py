@@ -22,7 +22,7 @@ from backend.detokenizer import (
     decoder_stages,
     read_byte_level,
 )
-from backend.errors import ModelError, RequestError
+from backend.errors import InternalError, ModelError, RequestError
 from backend.final_message import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, cut_at, mark_end, read_turn
 from backend.model_files import TEMPLATES, check_regular, is_named, name_tokenizers, read_json
 from backend.special_tokens import SpecialTokens, read_special_tokens
@@ -81,7 +81,15 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """max_tokens: the last ones of the text alone, and the special ones around it as ever, so many in all."""
+        """max_tokens: the last ones of the text alone, and the special ones around it as ever, so many in all. Raises InternalError."""
+        try:
+            return self._encode(text, add_special_tokens, max_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # which is no Exception, and would end the thread that works for all requests
+                raise
+            raise InternalError(f"the tokenizer failed on a text of {len(text)} characters: {error}") from None
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
         # As a batch of one it leaves Python's lock to others, and counts no offsets: half the time (measured).
         token_ids = self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if max_tokens is None or len(token_ids) <= max_tokens:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from client.loopback import open_url
 from deploy.endings import raised_signals
-from deploy.server import free_ports, state_directory
-from deploy.together import end_with_parent
+from deploy.server import LaunchError, free_ports, state_directory
+from deploy.together import FORETOKEN, end_with_parent
 
 PROMPT = '''class Circle:
     """A circle of a radius."""
@@ -40,7 +40,6 @@ class Rectangle:
     """A rectangle of a width and a height."""
 
     def __init__(self, x, y, width, height):'''
-FORETOKEN = (sys.executable, "-m", "deploy.cli")
 START_SECONDS = 120
 MAX_ENDING, MAX_TOLD = 3000, 8
 """Of a log whose server did not start: characters of its end, and lines before them."""
@@ -161,11 +160,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(max_tokens: int) -> int:
     ports = free_ports(3)
-    log = state_directory() / "demo.log"
     try:
+        log = state_directory() / "demo.log"
         log.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(f"[demo] {log.parent} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)
+        return 1
+    except LaunchError as error:
+        print(f"[demo] {error}", file=sys.stderr)
         return 1
     print(f"[demo] starting tritonserver with the bundled model on 127.0.0.1 (HTTP {ports[0]}, gRPC {ports[1]}, metrics {ports[2]}) ...", flush=True)
     started = time.monotonic()

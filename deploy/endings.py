@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Besides SIGINT, which is an exception by itself."""
@@ -28,3 +29,21 @@ def raised_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def hear_endings(tell: Callable[[int], object]) -> dict[int, Any]:
+    """For the main thread of a service: `tell` is told of each signal that asks it to end; a terminal that closes sends SIGHUP twice (from its
+    shell, and from the kernel), and asks once. Returns the handlers before."""
+    before: dict[int, Any] = {}
+    is_asked = False
+
+    def hear(number: int, frame: object) -> None:
+        nonlocal is_asked
+        if number != signal.SIGHUP or not is_asked:
+            is_asked = True
+            tell(number)
+
+    for number in (signal.SIGINT, *ENDING_SIGNALS):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            before[number] = signal.signal(number, hear)
+    return before

@@ -49,7 +49,7 @@ from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
-from deploy.together import end_with_parent, run_together
+from deploy.together import FORETOKEN, end_with_parent, run_together
 
 DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
@@ -96,7 +96,7 @@ def convert_apart(path: Path, out: Path) -> None:
     """`foretoken convert`, as a process of its own: this one stays without torch. Raises ModelError; what was wrong has been said.
 
     It ends with this process, which has the folder's lock: the next one would write to the same folder beside it."""
-    command = [sys.executable, "-m", "deploy.cli", "convert", str(path), str(out)]
+    command = [*FORETOKEN, "convert", str(path), str(out)]
     if subprocess.run(command, preexec_fn=end_with_parent(signal.SIGKILL)).returncode:
         raise ModelError(f"{path} could not be converted")
 
@@ -284,12 +284,11 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
                 raise LaunchError(f"port and {key} are both {port}")
     except LaunchError as error:
         return refuse(str(error))
-    program = [sys.executable, "-m", "deploy.cli"]
-    server = [*program, "serve", *args.argv, "--without-gateway", f"--host={ServeConfig.host}"]
+    server = [*FORETOKEN, "serve", *args.argv, "--without-gateway", f"--host={ServeConfig.host}"]
     server += [f"--{key.replace('_', '-')}={port}" for key, port in ports.items()]
     if "metrics_port" in values and host in ANY_ADDRESS:
         server.append(f"--metrics-host={host}")
-    gateway = [*program, "gateway", f"--upstream=127.0.0.1:{ports['grpc_port']}", f"--host={host}", f"--port={config.port}"]
+    gateway = [*FORETOKEN, "gateway", f"--upstream=127.0.0.1:{ports['grpc_port']}", f"--host={host}", f"--port={config.port}"]
     gateway += [f"--metrics-url=http://127.0.0.1:{ports[key]}/metrics" for key in ("metrics_port", "status_port") if ports[key]]
     gateway += ["--served-model-name", *served_names(config, values)]
     gateway += [f"--api-keys={config.api_keys}"] if config.api_keys else []

@@ -48,6 +48,9 @@ RANKED_MODELS = ("decode", "prefill")
 ONE_INSTANCE = "instance_group [ { count: 1 kind: KIND_CPU } ]"
 """Of the checked-in repositories."""
 
+FIND_PROJECT = "str(Path(__file__).resolve().parents[4])"
+"""In the checked-in model.py, which has the project around it."""
+
 
 def render_instances(device: str, count: int) -> str:
     """config.pbtxt's `instance_group`: on GPUs each instance has its own, from the device's on."""
@@ -83,7 +86,8 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
             text = head + render_parameters(parameters[source.name]) + tail[block_end:]
             if source.name != "tokenizer":
                 text = text.replace(ONE_INSTANCE, render_instances(device, num_ranks if source.name in RANKED_MODELS else 1))
-            shutil.copy(source / "1" / "model.py", version)
+            program = (source / "1" / "model.py").read_text("utf-8")
+            (version / "model.py").write_text(program.replace(FIND_PROJECT, repr(str(REPOSITORY.parents[1]))), "utf-8")
         (part / source.name / "config.pbtxt").write_text(text, "utf-8")
         (part / source.name).rename(target / source.name)
     shutil.rmtree(part)

@@ -71,8 +71,11 @@ class Server:
 
 
 def state_directory() -> Path:
-    """Where rendered repositories and the backend directory live."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "foretoken"
+    """Where rendered repositories and the backend directory live. Raises LaunchError."""
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "foretoken"
+    except RuntimeError:  # as of a container's user that has only a number
+        raise LaunchError(f"user {os.getuid()} has no home folder: set HOME, or XDG_STATE_HOME to a folder for what servers keep") from None
 
 
 def server_state() -> Path:

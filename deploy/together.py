@@ -10,10 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deploy.endings import hear_endings
 
 LOOK_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+FOLDER = str(Path(__file__).parents[1])
+FORETOKEN = (sys.executable, "-c", f"import sys; sys.path[:] = [{FOLDER!r}, *filter(None, sys.path)]; from deploy.cli import main; sys.exit(main())")
+"""This program as a process of its own. By `-m` it would look for modules in the folder that it runs in first, whose `backend` may be another."""
 
 _libc = ctypes.CDLL(None)
 
@@ -35,7 +41,7 @@ def run_together(gateway: Sequence[str], server: Sequence[str]) -> int:
     processes: dict[str, subprocess.Popen[bytes]] = {}
     told: list[int] = []
     # Only noted here: one that comes while a process is being started is for that process too.
-    before = {number: signal.signal(number, lambda number, frame: told.append(number)) for number in ENDING_SIGNALS}
+    before = hear_endings(told.append)
     try:
         for name, command in (("gateway", gateway), ("server", server)):
             # Of their own sessions: Ctrl-C in a terminal is for this process to pass on, once.

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ import pytest
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError
+from backend.own_process import command
+from deploy.supervision.processes import is_running
 from tests.triton_stand_in import HostThread, InferenceRequest, Sender
 
 LONG = "é" * 131_000
@@ -408,6 +411,34 @@ def test_an_engine_s_process_that_ends_while_it_loads(adapter, tmp_path, monkeyp
         pass
 
 
+def test_an_engine_s_process_whose_parent_died_while_it_was_started() -> None:
+    """It loaded a model for nobody, which took the memory that the next one needed."""
+    own, other = Pipe()
+    with own, other:
+        number = other.fileno()
+        process = subprocess.Popen([*command("backend.engine_process.main"), str(number), "1"], pass_fds=[number])
+        assert process.wait(60) == 1
+
+
+LIMITED = """
+import faulthandler, time
+from backend.own_process import end_with_parent
+def fail(*_, **__):
+    raise RuntimeError("unable to start watchdog thread")
+faulthandler.dump_traceback_later = fail
+end_with_parent()
+print("watched", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_can_start_no_threads_ends_with_its_parent() -> None:
+    """The limit of processes may be reached for a moment: it was not watched any more from then on."""
+    parent = f"import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', {LIMITED!r}], stdout=-1); c.stdout.readline(); print(c.pid)"
+    found = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
+    wait_until(lambda: not is_running(int(found.stdout)))
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
@@ -432,6 +463,21 @@ def test_json_that_is_nested_deeply(model, name, depth):
     *_, last = ask(model, messages='[{"role": "user", "content": "x"}]', max_tokens=2, **{name: values[name]}).finish()
     assert "[INVALID_ARG]" in str(last.error()) if last.has_error() else depth < 500
     assert_idle(model)
+
+
+def test_what_cannot_be_asked_is_answered() -> None:
+    """As where no thread can be started for the end, which was waited for a minute then."""
+    from backend.engine_process.host import EngineHost
+    from backend.engine_process.line import Line
+
+    own, other = map(Line, Pipe())
+    host = EngineHost(other)
+    threading.Thread(target=host.serve, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineHost, "_answer", lambda *_: 1 / 0)
+        own.send("ask", 3, "counts")
+        assert own.receive() == ("answer", (3, None, "ZeroDivisionError: division by zero"))
+    own.close()
 
 
 def test_who_asks_an_engine_that_is_gone_hears_of_it(adapter):

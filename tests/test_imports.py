@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.together import FORETOKEN
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("backend", "kernels", "client", "deploy", "model_repository")
 PROJECT = (*PACKAGES, "training", "benchmarks", "tests")
@@ -449,6 +451,18 @@ def test_light_imports_stay_light(module: str, absent: set[str]) -> None:
     loaded = loaded_by(f"import {module}")
     assert module.partition(".")[0] in loaded
     assert not loaded & absent
+
+
+@pytest.mark.parametrize("model", ["standalone/decode", "standalone/mtp_drafter", "standalone/tokenizer", "prefill/prefill", "follower/decode"])
+def test_modules_are_this_projects_in_whatever_folder_it_runs(tmp_path: Path, model: str) -> None:
+    """One may have a `backend` of its own, and is where a server's stub looks first."""
+    for name in ("backend", "deploy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('another one')")
+    assert subprocess.run([*FORETOKEN, "serve", "--help"], cwd=tmp_path, capture_output=True).returncode == 0
+    program = f"import runpy, sys; sys.path.insert(0, ''); runpy.run_path({str(ROOT / 'model_repository' / model / '1' / 'model.py')!r})"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'triton_python_backend_utils'", "all else was found"
 
 
 def test_the_check_for_torch_can_fail() -> None:

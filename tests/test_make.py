@@ -120,6 +120,20 @@ def test_what_does_not_end_is_killed_by_the_second_signal(tmp_path: Path, log) -
     assert found is not None and not is_running(int(found[1]))
 
 
+def test_a_terminal_that_closes_asks_once(tmp_path: Path, log) -> None:
+    """By two signals, of its shell and of the kernel; with nohup it asks nothing."""
+    slow = "trap 'echo told; sleep 1; echo {name} ended; exit 0' TERM; echo {name} runs as $$; while :; do sleep 0.1; done"
+    process = run_both(tmp_path, STAY.format(name="gateway"), slow.format(name="server"))
+    assert wait_until(lambda: both_run(log))
+    process.send_signal(signal.SIGHUP)
+    assert wait_until(lambda: "told" in log())
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(30) == 0 and "server ended" in log()
+    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {BOTH}"
+    ended = subprocess.run([sys.executable, "-c", ignoring, "sleep 60", "kill -HUP $PPID; sleep 0.5; exit 3"], stderr=subprocess.PIPE)
+    assert ended.returncode == 3 and b"the server ended" in ended.stderr
+
+
 def test_make_serve_is_a_command_of_this_version(root: Path) -> None:
     (line,) = [line for line in (root / "Makefile").read_text().splitlines() if "foretoken serve" in line]
     args = make_parser().parse_args(line.partition("foretoken ")[2].split())

@@ -172,6 +172,10 @@ def test_the_state_folder_is_one_that_servers_read(tmp_path: Path, monkeypatch: 
     assert "cannot be made: Not a directory: set XDG_STATE_HOME to another folder" in capsys.readouterr().err
     assert main(["demo"]) == 1
     assert "[demo] /dev/null/none/foretoken cannot be made" in capsys.readouterr().err
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "~")  # what is left of a user who has no home
+    for command in (["serve", "--dry-run"], ["demo"]):
+        assert main(command) and "has no home folder: set HOME, or XDG_STATE_HOME" in capsys.readouterr().err
 
 
 def test_nothing_is_converted_that_no_server_reads(

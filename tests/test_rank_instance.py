@@ -18,7 +18,8 @@ import pytest
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import ConfigError, ModelError
-from backend.parallel.claims import claim_rank, meeting_folder
+from backend.parallel.claims import check_socket, claim_rank, meeting_folder
+from backend.rank_processes import follow_in_process
 from tests.servers import wait_until
 from tests.triton_stand_in import InferenceRequest
 
@@ -115,6 +116,17 @@ def test_rank_0_that_ends_leaves_nobody_waiting(pair):
     assert "[UNAVAILABLE] request 'late': rank 0 has ended" in late.sender.message()
 
 
+def test_clients_hear_which_rank_it_was_that_ended(pair, monkeypatch):
+    """They were told of rank 0 where the instance's own process had died."""
+    killed = [sys.executable, "-c", "import os; input(); os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("backend.rank_processes.own_process.command", lambda module: killed)
+    with pytest.raises(ModelError, match="its process has ended with status -9"):
+        follow_in_process({}, print, pair.instance._note_lost)
+    late = InferenceRequest("late", text_input="def f(", max_tokens=1900, ignore_eos=True)
+    pair.instance.execute([late])
+    assert "[UNAVAILABLE] request 'late': rank 1 cannot go on: its process has ended with status -9" in str(late.sender.finish()[-1].error())
+
+
 def test_an_instance_that_is_ended_tells_rank_0(pair):
     pair.ending.set()
     thread = threading.Thread(target=pair.instance.finalize)
@@ -193,3 +205,9 @@ class TestClaims:
         with pytest.raises(ConfigError, match="not a folder of this user alone"):
             meeting_folder(4712, tmp_path)
         folder.rmdir()
+
+    def test_a_folder_whose_path_is_too_long_for_a_socket_is_refused(self, tmp_path):
+        """Rank 0 alone failed, by an error that named nothing, and the others waited for it for two minutes."""
+        check_socket(Path("/", "a" * 100))
+        with pytest.raises(ConfigError, match="108 bytes, of at most 107 for a socket: shorten TMPDIR"):
+            check_socket(Path("/", "a" * 101))

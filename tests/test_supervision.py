@@ -47,7 +47,7 @@ from deploy.supervision.processes import (
     read_state,
     remove_regions,
 )
-from deploy.supervision.watch import Backoff, ModelState, RestartBudget
+from deploy.supervision.watch import Backoff, ModelState, ModelWatch, RestartBudget
 from tests.conftest import greedy
 from tests.servers import RunningServer, serve
 from tests.supervised import (
@@ -290,6 +290,18 @@ def test_a_model_that_was_loaded_is_waited_for_while_the_machine_stood_still(mon
     assert not own._await_answer(3.0) and looks
 
 
+def test_a_model_whose_folder_is_gone_is_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It cannot be loaded again: nobody watched it any more, and it was said to be loading for ever."""
+    monkeypatch.setattr(ModelWatch, "_await_answer", lambda *_: True)
+    monkeypatch.setattr(ModelWatch, "_watch", lambda *_: "its process 1 died")
+    failures: list[str] = []
+    state = ModelState("tokenizer")
+    api = ServerApi("127.0.0.1", 1, 1, 1, "key")
+    ModelWatch(state, api, tmp_path, os.getpid(), 30.0, math.inf, 1, failures.append, print).run()
+    assert failures == ["tokenizer: its process 1 died"] and state.state == "down"
+    assert state.detail == f"{tmp_path}/tokenizer/1/model.py: No such file or directory"
+
+
 def test_how_long_a_model_was_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
@@ -327,14 +339,14 @@ sys.exit(Supervisor(command, dict(os.environ), Path(sys.argv[3]), ["decode"], ap
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_a_server_that_ends_while_it_loads(tmp_path: Path, sent: signal.Signals) -> None:
     """Its shared memory is there before the processes of its models are, and before any of them has answered."""
     region = Path(SHARED_MEMORY_FOLDER, f"{REGION}test-{os.getpid()}")
     ports = map(str, free_ports(3))
     try:
         process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, LOADING, str(region), str(tmp_path), "0", *ports])
-        wait_for((tmp_path / ("mapped" if sent == signal.SIGTERM else REGIONS_FILE)).exists, "the server's memory")
+        wait_for((tmp_path / (REGIONS_FILE if sent == signal.SIGKILL else "mapped")).exists, "the server's memory")
         process.send_signal(sent)
         process.wait(30)
         if sent == signal.SIGKILL:  # the next one on this folder does it
@@ -342,6 +354,44 @@ def test_nothing_is_left_of_a_server_that_ends_while_it_loads(tmp_path: Path, se
         assert not region.exists()
     finally:
         region.unlink(missing_ok=True)
+
+
+DRAINING = """
+import errno, os, shutil, sys
+from pathlib import Path
+from deploy.supervision.probe import ServerApi
+from deploy.supervision.supervisor import Supervisor
+folder = Path(sys.argv[2])
+(folder / "decode" / "1").mkdir(parents=True)
+api = ServerApi("127.0.0.1", 1, 1, 1, "key")
+command = [sys.executable, "-c", sys.argv[1], str(folder)]
+supervisor = Supervisor(command, dict(os.environ), folder, ["decode"], api, drain_seconds=7.0, hang_seconds=30.0, max_restarts=0)
+supervisor._start()
+supervisor.states[0].set("up")
+supervisor._has_engine = lambda: True
+if sys.argv[3] == "gone":
+    shutil.rmtree(folder)
+def write(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+Path.write_text = write
+sys.exit(supervisor._drain())
+"""
+DRAINED = """
+import os, sys, time
+path = sys.argv[1] + f"/decode/1/drain-{os.getpid()}"
+while not os.path.exists(path):
+    time.sleep(0.05)
+print("told", open(path).read(), flush=True)
+os.remove(path)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("what", "told", "said"), [("full", "told 7.0", ""), ("gone", "", "cannot be written: ")])
+def test_what_drains_where_nothing_can_be_written(tmp_path: Path, what: str, told: str, said: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", DRAINING, DRAINED, str(tmp_path / "r"), what], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and ended.stdout.strip() == told, ended.stderr
+    assert said in ended.stderr and "Traceback" not in ended.stderr
 
 
 ENDING = "import os, sys; open(sys.argv[2], 'a').write('.'); {}"

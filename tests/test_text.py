@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backend.config import BUNDLED_MODEL
-from backend.errors import ModelError, RequestError
+from backend.errors import InternalError, ModelError, RequestError
 from backend.text import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL)
@@ -207,6 +208,22 @@ def test_nothing_of_a_stop_string_is_ever_said(text: str, stops: list[str], cut:
 
 
 # -- the tokenizer --------------------------------------------------------------------------------------------------------------
+
+
+class PanicException(BaseException):
+    """As the library's, which it has no name for."""
+
+
+def test_a_tokenizer_that_panics_fails_one_request() -> None:
+    """One that could start no threads, for one: it ended the thread that tokenizes, and nobody was answered any more."""
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("The global thread pool has not been initialized")
+
+    tokenizer = Tokenizer(BUNDLED_MODEL)
+    tokenizer.inner = SimpleNamespace(encode_batch_fast=panic)
+    with pytest.raises(InternalError, match="the tokenizer failed on a text of 3 characters: The global thread pool"):
+        tokenizer.encode("abc")
 
 
 def test_special_tokens_are_added_unless_told() -> None:

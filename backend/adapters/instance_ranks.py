@@ -9,7 +9,7 @@ from backend.adapters.rank_instance import RankInstance
 from backend.adapters.stub import model_folder
 from backend.config import EngineConfig
 from backend.errors import ConfigError
-from backend.parallel.claims import Claim, claim_rank, meeting_folder
+from backend.parallel.claims import Claim, check_socket, claim_rank, meeting_folder
 from backend.rank_processes import MEET_SECONDS, follow_in_process
 
 
@@ -28,7 +28,9 @@ def claim_instance(arguments: dict[str, str], config: EngineConfig) -> Claim | N
         if gpus != list(range(gpus[0], gpus[0] + size)):
             raise ConfigError(f"instance_group has GPUs {gpus}; as ranks (parallel_config.ranks) they must follow one another, each once")
         ranks = [int(arguments["model_instance_device_id"]) - gpus[0]]
-    return claim_rank(meeting_folder(os.getppid(), model_folder(arguments)), ranks, MEET_SECONDS)
+    folder = meeting_folder(os.getppid(), model_folder(arguments))
+    check_socket(folder)
+    return claim_rank(folder, ranks, MEET_SECONDS)
 
 
 def follow(claim: Claim) -> RankInstance:

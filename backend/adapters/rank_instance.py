@@ -104,7 +104,7 @@ class RankInstance:
             logger.exception("rank %d has ended", self._rank)
 
     def _note_lost(self, why: str) -> None:
-        self._lost = why
+        self._lost = f"rank {self._rank} cannot go on: {why}"
 
     # -- the server's thread ------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class RankInstance:
     def _read(self) -> str:
         """What has come -> why nothing will any more."""
         if self._lost:
-            return f"rank 0 has ended: {self._lost}"
+            return self._lost
         try:
             begin = time.monotonic()
             while time.monotonic() < begin + LOOK_SECONDS and self._connection.poll(LOOK_SECONDS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import subprocess
 import threading
@@ -36,7 +37,8 @@ OnNews = Callable[[list[News]], object]
 def start_process(connection: Connection[bytes, bytes]) -> subprocess.Popen[bytes]:
     """The engine's process, at the other end of a pair that this process then forgets."""
     number = connection.fileno()
-    process = subprocess.Popen([*command("backend.engine_process.main"), str(number)], stdin=subprocess.DEVNULL, pass_fds=[number])
+    arguments = str(number), str(os.getpid())
+    process = subprocess.Popen([*command("backend.engine_process.main"), *arguments], stdin=subprocess.DEVNULL, pass_fds=[number])
     connection.close()
     return process
 

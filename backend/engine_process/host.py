@@ -124,6 +124,8 @@ class EngineHost:
                 logger.exception("a message %r could not be dealt with", message.kind)
                 if message.kind in ANSWERED:
                     self._refuse(message.values[0], message.values[1], error)
+                elif message.kind == "ask":  # one that needs a thread, where none can be started
+                    self._line.send("answer", message.values[0], None, f"{type(error).__name__}: {error}")
 
     def _on_submit(self, number: int, key: str, call: GenerateCall | CorpusCall, seconds: float | None) -> None:
         """Queues it to be tokenized. seconds: until its deadline."""

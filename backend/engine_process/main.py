@@ -1,4 +1,4 @@
-"""The engine's process: its argument is the number of the line's descriptor, which the process that Triton has keeps the other end of."""
+"""The engine's process: its arguments are the number of the line's descriptor, and the id of the process that Triton has, at the other end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serve(line: Line, host: EngineHost) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the server has it too, and says when it is over
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+    end_with_parent(int(sys.argv[2]))  # which may have died meanwhile: imports take seconds, and it has said what to load
     line = Line(Connection(int(sys.argv[1])))
     logger = logging.getLogger("backend")
     logger.handlers, logger.propagate = [LineHandler(line)], False

@@ -18,6 +18,8 @@ from backend.errors import ConfigError, ModelError
 LOOK_SECONDS = 0.05
 SOCKET = "relay"
 PREFIX = "foretoken-ranks"
+MAX_SOCKET_BYTES = 107
+"""Of a Unix socket's path (sockaddr_un)."""
 
 
 def meeting_folder(server: int, model: Path) -> Path:
@@ -46,6 +48,17 @@ def _remove_left_over(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(file)
+
+
+def check_socket(folder: Path) -> None:
+    """Raises ConfigError where ranks cannot meet in it: rank 0 would end by that alone, and the others wait for it."""
+    path = folder / SOCKET
+    if (size := len(os.fsencode(path))) > MAX_SOCKET_BYTES:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise ConfigError(
+            f"{path}: the ranks of this model are to meet here: {size} bytes, of at most {MAX_SOCKET_BYTES} for a socket: shorten TMPDIR"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.endings import hear_endings
 from deploy.supervision.patience import Voucher
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
 from deploy.supervision.processes import (
@@ -35,6 +36,8 @@ NEEDED = (*ENGINES, "tokenizer")
 """Without a drafter answers only take longer."""
 DRAIN_FILE = "drain-{pid}"
 """What backend/adapters/decode.py looks for in its version folder, by the server's process id: nobody else's end is taken for its own."""
+NEXT_DRAIN_FILE = "drain.new"
+"""There, too, from the start on: it only has to be renamed then, on a disk that has become full."""
 MAX_STARTS = 2
 """Of a server that has never answered: what it refuses, it says and ends with a status of its own; one that a signal ends has crashed, which under
 heavy load it may once (SIGABRT, seen with release 24.10), and is started once more."""
@@ -63,7 +66,7 @@ class MemoryFull(Exception):
 
 
 class Supervisor:
-    """Runs a server until it is told to stop by SIGTERM or SIGINT; the second one ends it at once."""
+    """Runs a server until it is told to stop by SIGTERM, SIGINT or SIGHUP; the second one ends it at once."""
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class Supervisor:
         self._regions: set[str] = set()
         """Of shared memory, those that were noted."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._drain_folder = repository / self._engine / "1"
 
     # -- what others are told ---------------------------------------------------------------------------------------
 
@@ -127,12 +131,13 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit status: 0 after a signal and an orderly end."""
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        hear_endings(self._on_signal)
         try:
             return self._keep_running()
         finally:
             self._end()
+            with contextlib.suppress(OSError):
+                (self._drain_folder / NEXT_DRAIN_FILE).unlink()
 
     def _keep_running(self) -> int:
         was_up, num_starts = False, 0
@@ -174,7 +179,7 @@ class Supervisor:
                     return 0
                 time.sleep(LOOK_SECONDS)
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int) -> None:
         self._num_signals += 1
         if self._num_signals > 1:
             if self._process is not None:
@@ -184,6 +189,8 @@ class Supervisor:
 
     def _start(self) -> None:
         self._failures = queue.SimpleQueue()
+        with contextlib.suppress(OSError):  # it is tried again when it is needed
+            self._write_drain_file()
         # Of its own session: Ctrl-C in a terminal is for this process to pass on.
         self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, preexec_fn=_die_with_parent)
         self._voucher = Voucher(self._process.pid, self._hang_seconds)
@@ -249,20 +256,32 @@ class Supervisor:
             yield
             time.sleep(LOOK_SECONDS)
 
+    def _write_drain_file(self) -> Path:
+        """Where it is not there yet. Raises OSError; then none is."""
+        path = self._drain_folder / NEXT_DRAIN_FILE
+        if not path.exists():
+            try:
+                path.write_text(str(self._drain_seconds))
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+        return path
+
     def _drain(self) -> int:
         """Lets open requests end, then the decode model, then the server."""
         assert self._process is not None
-        drain_file = self._repository / self._engine / "1" / DRAIN_FILE.format(pid=self._process.pid)
+        drain_file = self._drain_folder / DRAIN_FILE.format(pid=self._process.pid)
         self.is_draining = True
         is_up = any(s.name == self._engine and s.state == "up" for s in self.states)
         for watch in self._watches:
             watch.stop()
         if not is_up:  # nothing is open, and a server that loads its models does not listen to signals
             return 0
-        logger.info("shutting down: open requests have %g s; a second signal ends them at once", self._drain_seconds)
-        fresh = drain_file.with_suffix(".new")
-        fresh.write_text(str(self._drain_seconds))
-        fresh.replace(drain_file)
+        try:
+            self._write_drain_file().replace(drain_file)
+            logger.info("shutting down: open requests have %g s; a second signal ends them at once", self._drain_seconds)
+        except OSError as error:  # the folder is gone
+            logger.error("shutting down: open requests are ended at once: %s cannot be written: %s", drain_file, error.strerror)
         for _ in self._wait(self._drain_seconds + DRAIN_SLACK_SECONDS + SAVE_SECONDS):
             if not drain_file.exists() or not self._has_engine():
                 break

@@ -196,8 +196,12 @@ class ModelWatch(threading.Thread):
                 os.kill(stub.pid, signal.SIGKILL)
         while (delay := self._backoff.next(self.state.up_seconds)) is not None and not self._is_over.wait(delay):
             self.state.set("loading")
-            os.utime(self._repository / self.state.name / "1" / "model.py")  # what has not changed is not loaded again
-            failure = self._api.load(self.state.name)
+            path = self._repository / self.state.name / "1" / "model.py"
+            try:
+                os.utime(path)  # what has not changed is not loaded again
+                failure = self._api.load(self.state.name)
+            except OSError as error:  # it is gone, or its disk takes nothing any more
+                failure = f"{path}: {error.strerror}"
             if not failure or self._is_over.is_set():
                 return not failure
             self.state.set("down", failure)

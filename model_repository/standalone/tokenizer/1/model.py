@@ -1,5 +1,11 @@
 """The server's entry point; the code is in backend/adapters/tokenizer.py."""
 
+import sys
+from pathlib import Path
+
+PROJECT = str(Path(__file__).resolve().parents[4])
+sys.path[:] = [place or PROJECT for place in sys.path]  # not the folder that the server was started in, whose `backend` may be another
+
 try:
     from backend import own_process
 
@@ -9,6 +15,4 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("backend", "backend.adapters"):
         raise
-    import sys
-
     raise ImportError(f"foretoken is not installed in {sys.executable}: run 'pip install -e .' there, in the project's folder") from error
