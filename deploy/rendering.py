@@ -48,7 +48,7 @@ RANKED_MODELS = ("decode", "prefill")
 ONE_INSTANCE = "instance_group [ { count: 1 kind: KIND_CPU } ]"
 """Of the checked-in repositories."""
 
-FIND_PROJECT = "str(Path(__file__).resolve().parents[4])"
+FIND_PROJECT = "Path(__file__).resolve().parents[4:5]"
 """In the checked-in model.py, which has the project around it."""
 
 
@@ -87,7 +87,7 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
             if source.name != "tokenizer":
                 text = text.replace(ONE_INSTANCE, render_instances(device, num_ranks if source.name in RANKED_MODELS else 1))
             program = (source / "1" / "model.py").read_text("utf-8")
-            (version / "model.py").write_text(program.replace(FIND_PROJECT, repr(str(REPOSITORY.parents[1]))), "utf-8")
+            (version / "model.py").write_text(program.replace(FIND_PROJECT, f"[Path({str(REPOSITORY.parents[1])!r})]"), "utf-8")
         (part / source.name / "config.pbtxt").write_text(text, "utf-8")
         (part / source.name).rename(target / source.name)
     shutil.rmtree(part)

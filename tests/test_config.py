@@ -1047,7 +1047,7 @@ def test_weights_are_referenced(tmp_path: Path) -> None:
     for name in ("decode/1/model.py", "tokenizer/1/model.py", "mtp_drafter/1/model.py"):
         program = (rendering.REPOSITORY / name).read_text()
         assert rendering.FIND_PROJECT in program, "which is not where the rendered one is"
-        assert files[name].read_text() == program.replace(rendering.FIND_PROJECT, repr(str(rendering.REPOSITORY.parents[1])))
+        assert files[name].read_text() == program.replace(rendering.FIND_PROJECT, f"[Path({str(rendering.REPOSITORY.parents[1])!r})]")
 
 
 @pytest.mark.parametrize("name", ['with "quotes"', "it's", r"back\slash", "new\nline", "tab\t", "modèle", "]\n}", 'x" } } ] #', "${HOME} %s {0}"])

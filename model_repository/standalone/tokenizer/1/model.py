@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-PROJECT = str(Path(__file__).resolve().parents[4])
-sys.path[:] = [place or PROJECT for place in sys.path]  # not the folder that the server was started in, whose `backend` may be another
+PROJECT = [str(path) for path in Path(__file__).resolve().parents[4:5] if (path / "backend" / "adapters").is_dir()]
+# Not the folder that the server was started in, whose `backend` may be another.
+sys.path[:] = [path for place in sys.path for path in ([place] if place else PROJECT)]
 
 try:
     from backend import own_process
