@@ -40,8 +40,11 @@ Convert = Callable[[Path, Path], None]
 
 
 def cache_directory() -> Path:
-    """What can be made again at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+    """What can be made again at any time. Raises ModelError."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+    except RuntimeError:
+        raise ModelError(f"user {os.getuid()} has no home folder: set HOME, or XDG_CACHE_HOME to a folder for converted models") from None
 
 
 def convert_here(path: Path, out: Path) -> None:

@@ -48,9 +48,11 @@ def _nvcc_version(nvcc: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept, by content."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "foretoken" / "kernels"
+    """Where compiled kernels are kept, by content. Raises KernelError."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken" / "kernels"
+    except RuntimeError:
+        raise KernelError(f"user {os.getuid()} has no home folder: set HOME, or XDG_CACHE_HOME to a folder for compiled kernels") from None
 
 
 def _number(architecture: str) -> int:

@@ -22,6 +22,8 @@ from backend.errors import ConfigError, ModelError
 from backend.model_sources import Source, find_model
 from deploy import launcher
 from deploy.cli import main
+from kernels._load import cache_folder
+from kernels.toolchain import KernelError
 from tests.conftest import ROOT
 from tests.servers import wait_until
 
@@ -96,6 +98,17 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
         find_model(path)
     with pytest.raises(ModelError, match=r"none.gguf is missing"):
         find_model(tmp_path / "none.gguf")
+
+
+def test_without_a_home_what_to_set_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a container's user that has only a number."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~")
+    (path := tmp_path / "model.gguf").write_bytes(b"one")
+    with pytest.raises(ModelError, match=r"user \d+ has no home folder: set HOME, or XDG_CACHE_HOME to a folder for converted models"):
+        find_model(path)
+    with pytest.raises(KernelError, match="has no home folder: set HOME, or XDG_CACHE_HOME to a folder for compiled kernels"):
+        cache_folder()
 
 
 def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
