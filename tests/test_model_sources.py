@@ -215,7 +215,7 @@ def test_a_conversion_ends_with_the_launch(tmp_path: Path) -> None:
     (convert := tmp_path / "python").write_text('#!/bin/sh\nexec > "$0.begun"; echo x; exec sleep 60\n')
     convert.chmod(0o755)
     program = (
-        "import pathlib, sys; from deploy.launcher import convert_apart; sys.executable = sys.argv[1]; convert_apart(pathlib.Path(), pathlib.Path())"
+        "import pathlib, sys; sys.executable = sys.argv[1]; from deploy.launcher import convert_apart; convert_apart(pathlib.Path(), pathlib.Path())"
     )
     launch = subprocess.Popen([sys.executable, "-c", program, str(convert)], cwd=ROOT, start_new_session=True)
     try:
