@@ -1,4 +1,4 @@
-"""Files that options of `foretoken serve` name and that are read when parts of it run already: looked at before anything is started."""
+"""Files, and origins, that options of `foretoken serve` name and that are read when parts of it run already: looked at before anything is started."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deploy.options import ServeConfig
 
 
 def check_own_files(config: ServeConfig) -> None:
-    """Of the launcher's own options. Raises ConfigError naming the flag and the path."""
-    from client.gateway.keys import read_keys
+    """Of the launcher's own options. Raises ConfigError naming the option and the value."""
+    from client.gateway.keys import check_origin, read_keys
 
     for flag, path in (("--api-keys", config.api_keys), ("--admin-keys", config.admin_keys)):
         try:
@@ -22,6 +22,11 @@ def check_own_files(config: ServeConfig) -> None:
                 read_keys(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{flag} {path}: {_explain(error)}") from None
+    for origin in config.cors_origins:
+        try:
+            check_origin(origin)
+        except ValueError as error:
+            raise ConfigError(f"cors_origins {error}") from None
     if config.backend_directory is not None and not Path(config.backend_directory).is_dir():
         raise ConfigError(f"--backend-directory {config.backend_directory}: there is no such folder")
 

@@ -499,6 +499,7 @@ NAMED_FILES = {
     "--admin-keys": (["--port=8080", "--admin-keys={path}"], "--admin-keys {path}: No such file or directory"),
     "a folder": (["--port=8080", "--api-keys={folder}"], "--api-keys {folder}: Is a directory"),
     "no key": (["--port=8080", "--api-keys={empty}"], "--api-keys {empty}: {empty} has no key"),
+    "--cors-origins": (["--port=8080", "--cors-origins", "https://pages.example", "pages.example"], "cors_origins must be SCHEME://HOST or"),
     "--backend-directory": (["--backend-directory={path}"], "--backend-directory {path}: there is no such folder"),
     "--scheduler-password-file": (["--role=decode", "--scheduler-password-file={path}"], "scheduler_password_file {path} cannot be read"),
     "suffix_decoding_corpus": (

@@ -912,6 +912,26 @@ class TestKeysAndOrigins:
             assert main(["gateway", f"--api-keys={path}"]) == 2 and f"--api-keys {path}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--metrics-url=foo", "must be a URL such as http://127.0.0.1:8002/metrics, got 'foo'"),
+        ("--metrics-url=127.0.0.1:8002", "must be a URL"),
+        ("--metrics-url=http://127.0.0.1:port/metrics", "must be a URL"),
+        ("--cors-origin=pages.example", "must be SCHEME://HOST or SCHEME://HOST:PORT with nothing behind it, or *, got 'pages.example'"),
+        ("--cors-origin=https://pages.example/", "must be SCHEME://HOST or SCHEME://HOST:PORT with nothing behind it"),
+        ("--max-body-bytes=0", "must be a number above 0, got '0'"),
+        ("--max-body-bytes=4MiB", "must be a number above 0, got '4MiB'"),
+    ],
+)
+def test_what_would_never_do_is_said_at_the_start(option, message, capsys):
+    from deploy.cli import main
+
+    with pytest.raises(SystemExit) as stop:
+        main(["gateway", option])
+    assert stop.value.code == 2 and f"argument {option.partition('=')[0]}: {message}" in capsys.readouterr().err
+
+
 @contextlib.contextmanager
 def gateway_in_this_process(grpc: str) -> Iterator[str]:
     """Its address. Where limits of the application are shortened; with small buffers."""

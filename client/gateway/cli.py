@@ -8,8 +8,9 @@ import resource
 import signal
 import socket
 import sys
+import urllib.parse
 
-from client.gateway.keys import read_keys
+from client.gateway.keys import check_origin, read_keys
 from client.messages import DEFAULT_GRPC_URL
 
 DEFAULT_PORT = 8080
@@ -17,6 +18,30 @@ DRAIN_SECONDS = 30
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection: one that closes first loses no request to the race."""
+
+
+def _origin(text: str) -> str:
+    try:
+        return check_origin(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        is_url = False
+    if not is_url:
+        raise argparse.ArgumentTypeError(f"must be a URL such as http://127.0.0.1:8002/metrics, got {text!r:.100}")
+    return text
+
+
+def _bytes(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r:.100}")
+    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--served-model-name", nargs="+", default=["foretoken"], metavar="NAME", help="what clients call the model (default foretoken)"
     )
-    parser.add_argument("--metrics-url", action="append", default=[], metavar="URL", help="of the server's metrics, which /metrics then has too")
+    parser.add_argument(
+        "--metrics-url", type=_url, action="append", default=[], metavar="URL", help="of the server's metrics, which /metrics then has too"
+    )
     parser.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE: one a line, # begins a comment")
     parser.add_argument("--admin-keys", metavar="FILE", help="keys of those who may change the server, as --api-keys has them (default: nobody may)")
-    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of ORIGIN may call (default: none)")
+    parser.add_argument(
+        "--cors-origin", type=_origin, action="append", default=[], metavar="ORIGIN", help="web pages of ORIGIN may call (default: none)"
+    )
     parser.add_argument("--vllm-metrics", action="store_true", help="/metrics has the server's once more by vLLM's names; needs --metrics-url")
-    parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="larger requests are refused (default 4 MiB)")
+    parser.add_argument("--max-body-bytes", type=_bytes, default=4 * 2**20, metavar="N", help="larger requests are refused (default 4 MiB)")
 
 
 def listen_on(host: str | None, has_keys: bool) -> str:
