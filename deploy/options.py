@@ -69,7 +69,7 @@ class ServeConfig(Section):
     max_request_size: int | str = "32MiB"
     """Of one HTTP request: bytes, or a string such as "32MiB". Needs a Triton that can limit it; older ones take anything."""
     repository: str | None = None
-    """Where to render the model repository; default: the user's state folder, by HTTP port."""
+    """Where to render the model repository; default: in the user's state folder, by port, or without one by http_port."""
     backend_directory: str | None = None
     """Where the server finds its backends; default: where it was installed."""
     drain_seconds: int = 30
