@@ -173,7 +173,9 @@ def test_thoughts_are_tokens_too(part):
     ("options", "message"),
     [
         (["--request-rate", "0"], "above 0"),
+        (["--request-rate", "fast"], "must be above 0, got 'fast'"),
         (["--num-prompts", "0"], "at least 1"),
+        (["--num-prompts", "many"], "must be a whole number, got 'many'"),
         (["--num-warmups", "-1"], "0 or more"),
         (["--output-len", "9:3"], "MIN:MAX"),
         (["--goodput", "itl:3"], "unknown metric"),
@@ -190,3 +192,22 @@ def test_wrong_options_are_named(options, message, capsys):
         parser.parse_args(options)
     assert stop.value.code == 2
     assert options[0] in (error := capsys.readouterr().err) and message in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--result-filename=run.json"], "--result-filename has no effect: add --save-result"),
+        (["--metadata", "a=b"], "--metadata has no effect: add --save-result"),
+        (["--save-result", "--result-filename=none/run.json"], "--result-filename none/run.json: cannot be written"),
+        (["--save-detailed", "--result-filename=."], "--result-filename .: is a directory"),
+        (["--burstiness=0.5"], "--burstiness has no effect"),
+        (["--endpoint=/v1/chat/completions"], "--endpoint has no effect with --backend grpc"),
+    ],
+)
+def test_what_is_asked_for_in_vain_is_said_before_the_run(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser, [Path("unused")])
+    assert cli.run(parser.parse_args(options)) == 2
+    assert capsys.readouterr().err.startswith(f"foretoken bench: {message}")

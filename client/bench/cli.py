@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -26,6 +27,7 @@ from client.cli import read_json
 from client.messages import DEFAULT_GRPC_URL
 
 DEFAULT_OPENAI_URL = "http://127.0.0.1:8080"
+DEFAULT_ENDPOINT = "/v1/completions"
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 SETTLE_SECONDS = 0.5
 """The server publishes its counters ten times a second."""
@@ -43,24 +45,32 @@ examples:
 
 
 def _above_zero(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r:.80}")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    if (value := _whole(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text!r:.80}")
     return value
 
 
 def _count_from_zero(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    if (value := _whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text!r:.80}")
     return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r:.80}") from None
 
 
 def _length(text: str) -> tuple[int, int]:
@@ -98,8 +108,8 @@ def _goal(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"unknown metric {name!r} in {text!r}; known: ttft, tpot, e2el")
     try:
         return name, _above_zero(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be METRIC:MILLISECONDS, got {text!r}") from None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"must be METRIC:MILLISECONDS, got {text!r}: milliseconds {error}") from None
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -115,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser, dataset: Sequence[Path]) -> N
     server = parser.add_argument_group("server")
     server.add_argument("--backend", choices=("grpc", "openai"), default="grpc", help="how to ask: Triton's gRPC stream (default), or OpenAI's API")
     server.add_argument("--url", help=f"address (default: grpc {DEFAULT_GRPC_URL}, openai {DEFAULT_OPENAI_URL})")
-    server.add_argument("--endpoint", default="/v1/completions", help="openai: or /v1/chat/completions (default /v1/completions)")
+    server.add_argument("--endpoint", default=DEFAULT_ENDPOINT, help=f"openai: or /v1/chat/completions (default {DEFAULT_ENDPOINT})")
     server.add_argument("--model", help="grpc: decode (default) or generate; openai: the model's name (default: the first that the server lists)")
     server.add_argument(
         "--metrics-url", default=DEFAULT_METRICS_URL, help=f"Triton's metrics, for speculation's counters (default {DEFAULT_METRICS_URL})"
@@ -229,8 +239,26 @@ async def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple
         return outcomes, duration, []
 
 
+def find_contradiction(args: argparse.Namespace) -> str | None:
+    """What an option asks for in vain: better known before the run than after it."""
+    is_saved = args.save_result or args.save_detailed
+    if not is_saved and (args.result_filename or args.metadata):
+        return f"{'--result-filename' if args.result_filename else '--metadata'} has no effect: add --save-result"
+    if args.burstiness != 1 and not math.isfinite(args.request_rate):
+        return "--burstiness has no effect where all requests come at once: add --request-rate"
+    if args.endpoint != DEFAULT_ENDPOINT and args.backend != "openai":
+        return f"--endpoint has no effect with --backend {args.backend}: add --backend openai"
+    path = args.result_filename
+    if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        return f"--result-filename {path}: {'is a directory' if path.is_dir() else 'cannot be written'}"
+    return None
+
+
 def run(args: argparse.Namespace) -> int:
     """0: all answered rightly; 1: some failed, or nothing could be measured; 2: something that the options ask for cannot be had."""
+    if message := find_contradiction(args):
+        print(f"foretoken bench: {message}", file=sys.stderr)
+        return 2
     if args.backend == "openai" and importlib.util.find_spec("aiohttp") is None:
         print("foretoken bench: --backend openai: aiohttp is not installed: pip install 'foretoken-triton[load]'", file=sys.stderr)
         return 2
