@@ -1188,6 +1188,31 @@ def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
         one.check_idle()
 
 
+@pytest.mark.parametrize("kind", ["done", "failed"])
+def test_a_last_message_that_is_lost(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Nothing comes after it, and its node tells of others all the time: it says that there was one once Redis takes messages again."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    node, lost = there.nodes.node, []
+    post = node.post
+
+    def refuse(stream: str, node_id: str, fields: Any, on_failure: Any = None, **options: Any) -> None:
+        if len(lost) < 2 and read_message(as_read(fields)).kind in (kind, "failed"):  # what says so is lost, too
+            lost.append(stream)
+            node.write(lambda pipe: pipe.execute_command("XADD", "no"), on_failure)  # an error of this one's, as where Redis is full
+        else:
+            post(stream, node_id, fields, on_failure, **options)
+
+    monkeypatch.setattr(node, "post", refuse)
+    if kind == "failed":
+        monkeypatch.setattr(there.prefill, "_why_not", lambda job: ("method", "a fault of this test's"))
+    prompts = prompts_of(llm_all, 1, seed=84)
+    assert here.generate(prompts, greedy(4)) == expect(llm_all, prompts, greedy(4))
+    assert here.fallbacks == {"redis": 1} and lost == ["inbox"] * 2
+    for one in (here, there):
+        one.check_idle()
+
+
 def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> None:
     """No connection breaks by that. Jobs that are lost are not waited for."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)

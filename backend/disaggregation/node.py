@@ -176,8 +176,8 @@ class Node:
         """Has a pipeline filled and sent by a thread of its own, in the order of calls. is_urgent: without delay."""
         self._outgoing.put(_Outgoing(write, on_failure, is_urgent))
 
-    def tell(self, node_id: str, message: Message, *, is_urgent: bool = True) -> None:
-        self.post("inbox", node_id, write_message(message), is_urgent=is_urgent)
+    def tell(self, node_id: str, message: Message, on_failure: Callable[[], None] | None = None, *, is_urgent: bool = True) -> None:
+        self.post("inbox", node_id, write_message(message), on_failure, is_urgent=is_urgent)
 
     def _send(self) -> None:
         is_open = True
