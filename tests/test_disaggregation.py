@@ -1352,6 +1352,8 @@ def test_requests_that_end_while_they_are_fetched(cluster: Cluster, llm_all: LLM
     for one in (here, there):
         one.check_idle()
     wait_for(lambda: there.prefill.num_open == 0)
+    stream = here.nodes.node.key("jobs", there.nodes.node.node_id)
+    wait_for(lambda: not cluster.redis.client.xlen(stream), "the end of all jobs in Redis: whoever took this node's over would compute them")
 
 
 def test_too_few_pages(cluster: Cluster, llm_all: LLM) -> None:

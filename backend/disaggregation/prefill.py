@@ -355,6 +355,10 @@ class PrefillService:
 
     def _stop_job(self, job_id: str) -> None:
         self._engine.cancel(job_id)
+        own = self._open.get(job_id)
+        if own is not None and not own.end:  # once the engine tells of the end nothing is known of it here
+            self.results["stopped"] += 1
+            self._acknowledge(own.entry_id)
         self._release(job_id)
         self._late.pop(job_id, None)
 
