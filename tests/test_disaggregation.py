@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from redis import ConnectionError as RedisConnectionError
 from redis import RedisError
 
 from backend import SamplingParams
@@ -1165,6 +1166,31 @@ def test_a_job_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
     assert answer.wait() == expect(llm_all, [prompt], greedy(4)) and here.num_fetched == 1
     wait_for(lambda: ("taken", "", "timeout") in kinds, "the node has told that it has the job")
+
+
+def test_an_answer_with_jobs_that_is_lost(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection broke when Redis had given them out. They are asked for again; those that the node has are not computed twice."""
+    there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    client, lost = there.nodes.node.redis, []
+    read = client.xreadgroup
+
+    def lose(*values: Any, **options: Any) -> Any:
+        found = read(*values, **options)
+        if found and len(there.prefill._open) == 1 and not lost:
+            lost.append(found)
+            raise RedisConnectionError("a fault of this test's")
+        return found
+
+    monkeypatch.setattr(client, "xreadgroup", lose)
+    prompts = prompts_of(llm_all, 2, seed=85, lengths=(1500, 1600))
+    first = here.submit(prompts[0], greedy(4))
+    wait_for(lambda: there.prefill._open, "the first job")
+    second = here.submit(prompts[1], greedy(4))
+    assert first.wait() + second.wait() == expect(llm_all, prompts, greedy(4))
+    assert lost and here.num_fetched == 2 and not here.fallbacks and there.prefill.results == {"done": 2}
+    for one in (here, there):
+        one.check_idle()
 
 
 def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:

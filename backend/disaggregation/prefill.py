@@ -31,6 +31,8 @@ RESULTS = ("done", "stopped", "late", "fingerprint", "method", "full", "refused"
 """What becomes of a job."""
 MAX_TAKEN = 16
 """Jobs that are taken at a time."""
+NEW = b">"
+"""For XREADGROUP: entries that nobody was given."""
 BUSY_SECONDS = 0.02
 YIELD_SECONDS = 0.001
 """For which the thread that takes jobs leaves others alone, before it says that it has."""
@@ -128,18 +130,22 @@ class PrefillService:
     def _take_jobs(self) -> None:
         import redis
 
-        own, is_ready = self._node.node_id, False
+        own, begin = self._node.node_id, b""
         while not self._node.is_stopping:
             if not self._has_room():
                 self._node.wait(BUSY_SECONDS)
                 continue
             try:
-                if not is_ready:
+                if not begin:
                     self._make_group()
-                    is_ready = True
+                    begin = b"0"  # those that were given out before, by an answer that may have been lost, or whose end Redis was not told
                 stream = self._node.key("jobs", own)
-                found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
-                taken = [self._alone(self._take, *entry) for _, entries in as_pairs(found) for entry in entries]
+                found = self._node.redis.xreadgroup(GROUP, own, {stream: begin}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
+                entries = [entry for _, entries in as_pairs(found) for entry in entries]
+                if begin != NEW:
+                    begin, known = entries[-1][0] if entries else NEW, self._known()
+                    entries = [entry for entry in entries if entry[0] not in known]
+                taken = [self._alone(self._take, *entry) for entry in entries]
                 if any(taken):
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
@@ -147,12 +153,16 @@ class PrefillService:
                 if not self._node.is_leaving:
                     self._inheritance.take()
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
-                is_ready = False
+                begin = b""
                 self._node.clear_wrong_type("jobs", error)
                 self._node.wait(RETRY_SECONDS)
             except Exception:
                 logger.exception("jobs could not be taken")
                 self._node.wait(RETRY_SECONDS)
+
+    def _known(self) -> set[bytes]:
+        """Entries of jobs that this node has."""
+        return {own.entry_id for own in list(self._open.values())} | self._slow.entry_ids
 
     def _has_room(self) -> bool:
         return self._engine.room > len(self._slow)
@@ -199,7 +209,7 @@ class PrefillService:
     def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
         """One job to the engine. None: it is answered here, or waits for its grammar."""
         try:
-            job = read_job(fields)
+            job = read_job(fields or {})  # none: it was given out, and has gone from the stream since
         except RecordError as error:
             logger.warning("%s", error)
             self._acknowledge(entry_id)
