@@ -948,6 +948,25 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
 
 
+def test_jobs_of_a_dead_node_that_nobody_waits_for(cluster: Cluster, llm_all: LLM) -> None:
+    """It is started again, and takes its own queue over, which the decode node has computed meanwhile: prompts that come now do not wait for that."""
+    first, here = cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, first)
+    first.take_no_jobs()
+    prompts = prompts_of(llm_all, 8, seed=86, lengths=(1400, 1500))
+    answers = [here.submit(prompt, greedy(2)) for prompt in prompts]
+    stream = here.nodes.node.key("jobs", first.nodes.node.node_id)
+    wait_for(lambda: cluster.redis.client.xlen(stream) == 8, "the jobs")
+    first.nodes.node.stop()
+    assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(2))
+    assert here.fallbacks == {"node_lost": 8}
+    second = cluster.make("prefill", engine={"max_num_batched_tokens": 2048})  # a step for each prompt: of no pages it tells before the last ones
+    wait_for(lambda: sum(second.prefill.results.values()) == 8, "the jobs' ends")
+    assert second.prefill.results["stopped"] >= 4, second.prefill.results
+    for one in (here, second):
+        one.check_idle()
+
+
 def test_a_dead_node_leaves_jobs_to_those_that_can_do_them(cluster: Cluster, llm_all: LLM) -> None:
     """Whoever waits for one is not told that a node of another layout, or version, cannot do it. What is no stream is in nobody's way."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
