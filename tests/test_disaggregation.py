@@ -1375,7 +1375,14 @@ def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:
     answers = [here.submit(prompt, greedy(4)) for prompt in prompts_of(llm_all, 3, seed=64)]
     wait_for(lambda: there.prefill.results["done"] == 3)
     assert there.llm.engine.scheduler.pool.num_held > 0
-    wait_for(lambda: there.prefill.num_expired_leases == 3, "leases end")
+    is_seen = threading.Event()
+    there.llm.engine.call(lambda: is_seen.wait(WAIT_SECONDS))  # a long step
+    wait_for(lambda: time.monotonic() > max(own.end for own in there.prefill._open.values()), "the time of the leases")
+    for _ in range(2):
+        there.prefill.on_heartbeat()
+    is_seen.set()
+    wait_for(lambda: not there.prefill._open, "leases end")
+    assert there.prefill.num_expired_leases == 3
     there.check_idle()
     for answer in answers:
         here.llm.engine.cancel(answer.request_id)

@@ -373,7 +373,10 @@ class PrefillService:
         self._late.pop(job_id, None)
 
     def _expire(self, job_id: str) -> None:
+        """Once of each job: several signs of life may ask for it during one step, and the pages may have been read in the end."""
         if (own := self._open.get(job_id)) is not None:
+            logger.warning("job %s: its pages were not read within %g s", job_id, self._node.config.lease_seconds)
+            self.num_expired_leases += 1
             self._late[job_id] = own.job.sender, time.monotonic() + LATE_SECONDS
             self._release(job_id)
 
@@ -401,8 +404,6 @@ class PrefillService:
         now = time.monotonic()
         late = [job_id for job_id, own in list(self._open.items()) if own.end and now >= own.end]
         for job_id in late:
-            logger.warning("job %s: its pages were not read within %g s", job_id, self._node.config.lease_seconds)
-            self.num_expired_leases += 1
             self._call(lambda job_id=job_id: self._expire(job_id))  # type: ignore[misc]
         state = self._node.state
         if state.is_connected:
