@@ -948,6 +948,26 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
 
 
+def test_a_job_for_a_node_that_was_buried(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died, and the one that came in its place has found no job of it, before this node's next sign of life: until then it was chosen."""
+    first, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, first)
+    node = here.nodes.node
+    info = node.state.peers[first.nodes.node.node_id]
+    first.nodes.node.stop()
+    second = cluster.make("prefill")
+    cluster.see(here, second)
+    wait_for(lambda: info.node_id.encode() not in cluster.redis.client.smembers(node.key("nodes")), "the first one is forgotten")
+    assert here.nodes.fetcher is not None
+    monkeypatch.setattr(here.nodes.fetcher._choice, "choose", lambda *values: info)
+    prompts = prompts_of(llm_all, 1, seed=87)
+    assert here.generate(prompts, greedy(4)) == expect(llm_all, prompts, greedy(4))
+    assert here.num_fetched == 1 and not here.fallbacks
+    for one in (here, second):
+        one.check_idle()
+    wait_for(lambda: not cluster.redis.client.exists(node.key("jobs", info.node_id)), "the first one is forgotten again")
+
+
 def test_jobs_of_a_dead_node_that_nobody_waits_for(cluster: Cluster, llm_all: LLM) -> None:
     """It is started again, and takes its own queue over, which the decode node has computed meanwhile: prompts that come now do not wait for that."""
     first, here = cluster.make("prefill"), cluster.make("decode")
