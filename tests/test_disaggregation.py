@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from redis import ConnectionError as RedisConnectionError
 from redis import RedisError
 
 from backend import SamplingParams
@@ -947,6 +948,45 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
 
 
+def test_a_job_for_a_node_that_was_buried(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died, and the one that came in its place has found no job of it, before this node's next sign of life: until then it was chosen."""
+    first, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, first)
+    node = here.nodes.node
+    info = node.state.peers[first.nodes.node.node_id]
+    first.nodes.node.stop()
+    second = cluster.make("prefill")
+    cluster.see(here, second)
+    wait_for(lambda: info.node_id.encode() not in cluster.redis.client.smembers(node.key("nodes")), "the first one is forgotten")
+    assert here.nodes.fetcher is not None
+    monkeypatch.setattr(here.nodes.fetcher._choice, "choose", lambda *values: info)
+    prompts = prompts_of(llm_all, 1, seed=87)
+    assert here.generate(prompts, greedy(4)) == expect(llm_all, prompts, greedy(4))
+    assert here.num_fetched == 1 and not here.fallbacks
+    for one in (here, second):
+        one.check_idle()
+    wait_for(lambda: not cluster.redis.client.exists(node.key("jobs", info.node_id)), "the first one is forgotten again")
+
+
+def test_jobs_of_a_dead_node_that_nobody_waits_for(cluster: Cluster, llm_all: LLM) -> None:
+    """It is started again, and takes its own queue over, which the decode node has computed meanwhile: prompts that come now do not wait for that."""
+    first, here = cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, first)
+    first.take_no_jobs()
+    prompts = prompts_of(llm_all, 8, seed=86, lengths=(1400, 1500))
+    answers = [here.submit(prompt, greedy(2)) for prompt in prompts]
+    stream = here.nodes.node.key("jobs", first.nodes.node.node_id)
+    wait_for(lambda: cluster.redis.client.xlen(stream) == 8, "the jobs")
+    first.nodes.node.stop()
+    assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(2))
+    assert here.fallbacks == {"node_lost": 8}
+    second = cluster.make("prefill", engine={"max_num_batched_tokens": 2048})  # a step for each prompt: of no pages it tells before the last ones
+    wait_for(lambda: sum(second.prefill.results.values()) == 8, "the jobs' ends")
+    assert second.prefill.results["stopped"] >= 4, second.prefill.results
+    for one in (here, second):
+        one.check_idle()
+
+
 def test_a_dead_node_leaves_jobs_to_those_that_can_do_them(cluster: Cluster, llm_all: LLM) -> None:
     """Whoever waits for one is not told that a node of another layout, or version, cannot do it. What is no stream is in nobody's way."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
@@ -1167,6 +1207,31 @@ def test_a_job_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     wait_for(lambda: ("taken", "", "timeout") in kinds, "the node has told that it has the job")
 
 
+def test_an_answer_with_jobs_that_is_lost(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection broke when Redis had given them out. They are asked for again; those that the node has are not computed twice."""
+    there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    client, lost = there.nodes.node.redis, []
+    read = client.xreadgroup
+
+    def lose(*values: Any, **options: Any) -> Any:
+        found = read(*values, **options)
+        if found and len(there.prefill._open) == 1 and not lost:
+            lost.append(found)
+            raise RedisConnectionError("a fault of this test's")
+        return found
+
+    monkeypatch.setattr(client, "xreadgroup", lose)
+    prompts = prompts_of(llm_all, 2, seed=85, lengths=(1500, 1600))
+    first = here.submit(prompts[0], greedy(4))
+    wait_for(lambda: there.prefill._open, "the first job")
+    second = here.submit(prompts[1], greedy(4))
+    assert first.wait() + second.wait() == expect(llm_all, prompts, greedy(4))
+    assert lost and here.num_fetched == 2 and not here.fallbacks and there.prefill.results == {"done": 2}
+    for one in (here, there):
+        one.check_idle()
+
+
 def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     """Redis was full for a moment, or a connection broke: what comes after it is not taken for what it was."""
     there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode", job_seconds=3600)
@@ -1184,6 +1249,31 @@ def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     for prompt in prompts:
         assert here.generate([prompt], greedy(4)) == expect(llm_all, [prompt], greedy(4))
     assert here.fallbacks == {"redis": 1} and here.num_fetched == 1
+    for one in (here, there):
+        one.check_idle()
+
+
+@pytest.mark.parametrize("kind", ["done", "failed"])
+def test_a_last_message_that_is_lost(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Nothing comes after it, and its node tells of others all the time: it says that there was one once Redis takes messages again."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    node, lost = there.nodes.node, []
+    post = node.post
+
+    def refuse(stream: str, node_id: str, fields: Any, on_failure: Any = None, **options: Any) -> None:
+        if len(lost) < 2 and read_message(as_read(fields)).kind in (kind, "failed"):  # what says so is lost, too
+            lost.append(stream)
+            node.write(lambda pipe: pipe.execute_command("XADD", "no"), on_failure)  # an error of this one's, as where Redis is full
+        else:
+            post(stream, node_id, fields, on_failure, **options)
+
+    monkeypatch.setattr(node, "post", refuse)
+    if kind == "failed":
+        monkeypatch.setattr(there.prefill, "_why_not", lambda job: ("method", "a fault of this test's"))
+    prompts = prompts_of(llm_all, 1, seed=84)
+    assert here.generate(prompts, greedy(4)) == expect(llm_all, prompts, greedy(4))
+    assert here.fallbacks == {"redis": 1} and lost == ["inbox"] * 2
     for one in (here, there):
         one.check_idle()
 
@@ -1305,7 +1395,14 @@ def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:
     answers = [here.submit(prompt, greedy(4)) for prompt in prompts_of(llm_all, 3, seed=64)]
     wait_for(lambda: there.prefill.results["done"] == 3)
     assert there.llm.engine.scheduler.pool.num_held > 0
-    wait_for(lambda: there.prefill.num_expired_leases == 3, "leases end")
+    is_seen = threading.Event()
+    there.llm.engine.call(lambda: is_seen.wait(WAIT_SECONDS))  # a long step
+    wait_for(lambda: time.monotonic() > max(own.end for own in there.prefill._open.values()), "the time of the leases")
+    for _ in range(2):
+        there.prefill.on_heartbeat()
+    is_seen.set()
+    wait_for(lambda: not there.prefill._open, "leases end")
+    assert there.prefill.num_expired_leases == 3
     there.check_idle()
     for answer in answers:
         here.llm.engine.cancel(answer.request_id)
@@ -1327,6 +1424,8 @@ def test_requests_that_end_while_they_are_fetched(cluster: Cluster, llm_all: LLM
     for one in (here, there):
         one.check_idle()
     wait_for(lambda: there.prefill.num_open == 0)
+    stream = here.nodes.node.key("jobs", there.nodes.node.node_id)
+    wait_for(lambda: not cluster.redis.client.xlen(stream), "the end of all jobs in Redis: whoever took this node's over would compute them")
 
 
 def test_too_few_pages(cluster: Cluster, llm_all: LLM) -> None:

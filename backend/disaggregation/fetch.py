@@ -193,7 +193,8 @@ class PageFetcher:
         fetch = self._fetches.get(message.job_id)
         if fetch is None or fetch.is_over:
             is_reader = fetch is not None and fetch.node_id == message.sender  # which is told once its reads are over
-            if message.kind in ("pages", "done") and not is_reader:  # of a prompt that nobody waits for any more
+            # Of a prompt that nobody waits for any more, as whole queues are that a node takes over from a dead one.
+            if message.kind in ("taken", "pages", "done") and not is_reader:
                 self._tell_stop(message.sender, message.job_id)
             return
         if message.sender != fetch.node_id:

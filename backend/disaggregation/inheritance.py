@@ -55,7 +55,11 @@ class Inheritance:
                 pipe.watch(stream)  # nothing is moved that somebody else has moved by then
                 entries = pipe.xrange(stream, min=b"(" + self._passed[dead] if dead in self._passed else "-", count=MAX_TAKEN)
                 if not entries:
-                    break
+                    if not pipe.xlen(stream):
+                        pipe.multi()  # or a job comes that was written for it while others took it to live
+                        self._node.bury(dead, pipe)
+                        pipe.execute()
+                    return
                 taken = [(entry_id, fields) for entry_id, fields in entries if self._can_do(fields)]
                 pipe.multi()
                 for entry_id, fields in taken:
@@ -65,5 +69,3 @@ class Inheritance:
             self._passed[dead] = entries[-1][0]
             if taken:
                 logger.warning("%d jobs of node %s, which is dead, go on here", len(taken), dead)
-        if not client.xlen(stream):
-            self._node.bury(dead)

@@ -169,6 +169,8 @@ class Node:
         def write(pipe: Any) -> None:
             pipe.xadd(stream, fields, maxlen=MAX_STREAM_ENTRIES[kind], approximate=True)
             pipe.expire(stream, self.config.scheduler_ttl)
+            if kind == "jobs":  # the node may have died and been buried since it was chosen: so others find the job, and take it over
+                pipe.sadd(self.key("nodes"), node_id)
 
         self.write(write, on_failure, is_urgent=is_urgent)
 
@@ -176,8 +178,8 @@ class Node:
         """Has a pipeline filled and sent by a thread of its own, in the order of calls. is_urgent: without delay."""
         self._outgoing.put(_Outgoing(write, on_failure, is_urgent))
 
-    def tell(self, node_id: str, message: Message, *, is_urgent: bool = True) -> None:
-        self.post("inbox", node_id, write_message(message), is_urgent=is_urgent)
+    def tell(self, node_id: str, message: Message, on_failure: Callable[[], None] | None = None, *, is_urgent: bool = True) -> None:
+        self.post("inbox", node_id, write_message(message), on_failure, is_urgent=is_urgent)
 
     def _send(self) -> None:
         is_open = True
@@ -341,10 +343,10 @@ class Node:
     def _life_ms(self) -> int:
         return int(self.config.heartbeat_seconds * 1000 * HEARTBEATS) + 1
 
-    def bury(self, node_id: str) -> None:
-        """Nothing of a dead node is left to do. Raises redis.RedisError."""
-        self.redis.srem(self.key("nodes"), node_id)
-        self.redis.delete(self.key("jobs", node_id), self.key("inbox", node_id))
+    def bury(self, node_id: str, pipe: Any) -> None:
+        """Nothing of a dead node is left to do. pipe: what this is written to."""
+        pipe.srem(self.key("nodes"), node_id)
+        pipe.delete(self.key("jobs", node_id), self.key("inbox", node_id))
 
     def _note(self, error: Exception) -> None:
         """The server cannot be used."""

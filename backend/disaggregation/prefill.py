@@ -31,6 +31,8 @@ RESULTS = ("done", "stopped", "late", "fingerprint", "method", "full", "refused"
 """What becomes of a job."""
 MAX_TAKEN = 16
 """Jobs that are taken at a time."""
+NEW = b">"
+"""For XREADGROUP: entries that nobody was given."""
 BUSY_SECONDS = 0.02
 YIELD_SECONDS = 0.001
 """For which the thread that takes jobs leaves others alone, before it says that it has."""
@@ -69,6 +71,8 @@ class PrefillService:
         """Jobs whose pages went to others before their decode node said that it reads no more: which one, and until when it is believed to. Without
         being served its reads would not end, and its own pages not come back. The engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
+        self._untold: deque[tuple[str, str]] = deque(maxlen=MAX_STOPPED)
+        """Decode nodes, and jobs of theirs of which a message could not be written."""
         self._inheritance = Inheritance(node, self._can_do)
         self._slow = SlowJobs(self._take_slow)
         self.results: Counter[str] = Counter()
@@ -126,18 +130,22 @@ class PrefillService:
     def _take_jobs(self) -> None:
         import redis
 
-        own, is_ready = self._node.node_id, False
+        own, begin = self._node.node_id, b""
         while not self._node.is_stopping:
             if not self._has_room():
                 self._node.wait(BUSY_SECONDS)
                 continue
             try:
-                if not is_ready:
+                if not begin:
                     self._make_group()
-                    is_ready = True
+                    begin = b"0"  # those that were given out before, by an answer that may have been lost, or whose end Redis was not told
                 stream = self._node.key("jobs", own)
-                found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
-                taken = [self._alone(self._take, *entry) for _, entries in as_pairs(found) for entry in entries]
+                found = self._node.redis.xreadgroup(GROUP, own, {stream: begin}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
+                entries = [entry for _, entries in as_pairs(found) for entry in entries]
+                if begin != NEW:
+                    begin, known = entries[-1][0] if entries else NEW, self._known()
+                    entries = [entry for entry in entries if entry[0] not in known]
+                taken = [self._alone(self._take, *entry) for entry in entries]
                 if any(taken):
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
@@ -145,12 +153,16 @@ class PrefillService:
                 if not self._node.is_leaving:
                     self._inheritance.take()
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
-                is_ready = False
+                begin = b""
                 self._node.clear_wrong_type("jobs", error)
                 self._node.wait(RETRY_SECONDS)
             except Exception:
                 logger.exception("jobs could not be taken")
                 self._node.wait(RETRY_SECONDS)
+
+    def _known(self) -> set[bytes]:
+        """Entries of jobs that this node has."""
+        return {own.entry_id for own in list(self._open.values())} | self._slow.entry_ids
 
     def _has_room(self) -> bool:
         return self._engine.room > len(self._slow)
@@ -197,7 +209,7 @@ class PrefillService:
     def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
         """One job to the engine. None: it is answered here, or waits for its grammar."""
         try:
-            job = read_job(fields)
+            job = read_job(fields or {})  # none: it was given out, and has gone from the stream since
         except RecordError as error:
             logger.warning("%s", error)
             self._acknowledge(entry_id)
@@ -254,7 +266,7 @@ class PrefillService:
         """result: what is counted here, where it is not the reason."""
         self.results[result or reason] += 1
         logger.warning("job %s of %s is refused: %s", job.job_id, job.sender, text)
-        self._node.tell(job.sender, Message("failed", job.job_id, self._node.node_id, reason=reason, text=text))
+        self._tell_failed(job.sender, job.job_id, reason, text)
         self._acknowledge(entry_id)
 
     def _acknowledge(self, entry_id: bytes) -> None:
@@ -301,8 +313,20 @@ class PrefillService:
 
     def _tell(self, own: _Open, kind: str, *, is_urgent: bool = True, **values: Any) -> None:
         """With what is to be computed here, so that the decode node need not go by an old sign of life."""
-        message = Message(kind, own.job.job_id, self._node.node_id, load=self.num_tokens, time=self._node.server_time(), **values)
-        self._node.tell(own.job.sender, message, is_urgent=is_urgent)
+        sender, job_id = own.job.sender, own.job.job_id
+        message = Message(kind, job_id, self._node.node_id, load=self.num_tokens, time=self._node.server_time(), **values)
+        on_failure = None if kind == "taken" else lambda: self._untold.append((sender, job_id))  # what comes after that says the same
+        self._node.tell(sender, message, on_failure, is_urgent=is_urgent)
+
+    def _tell_failed(self, sender: str, job_id: str, reason: str, text: str) -> None:
+        message = Message("failed", job_id, self._node.node_id, reason=reason, text=text)
+        self._node.tell(sender, message, lambda: self._untold.append((sender, job_id)))
+
+    def _tell_untold(self) -> None:
+        """Who waits for a message that was lost would do so for as long as this node tells it of other prompts. Pages are held as ever: the message
+        may have come all the same, and they may be read."""
+        for _ in range(len(self._untold)):  # those that fail again come later
+            self._tell_failed(*self._untold.popleft(), "redis", "Redis did not take a message of this job")
 
     def _put_probs(self, own: _Open, hand_off: HandOff) -> tuple[list[int], tuple[int, int] | None]:
         """What drafts were drawn from, in pages of their own; None: there is no room."""
@@ -331,7 +355,7 @@ class PrefillService:
             return
         why = f"{type(delta.error).__name__}: {delta.error}" if delta.error is not None else f"it ended with {delta.finish_reason}"
         self.results["failed"] += 1
-        self._node.tell(own.job.sender, Message("failed", job_id, self._node.node_id, reason="failed", text=why))
+        self._tell_failed(own.job.sender, job_id, "failed", why)
         self._release(job_id)
 
     def _release(self, job_id: str) -> None:
@@ -341,11 +365,18 @@ class PrefillService:
 
     def _stop_job(self, job_id: str) -> None:
         self._engine.cancel(job_id)
+        own = self._open.get(job_id)
+        if own is not None and not own.end:  # once the engine tells of the end nothing is known of it here
+            self.results["stopped"] += 1
+            self._acknowledge(own.entry_id)
         self._release(job_id)
         self._late.pop(job_id, None)
 
     def _expire(self, job_id: str) -> None:
+        """Once of each job: several signs of life may ask for it during one step, and the pages may have been read in the end."""
         if (own := self._open.get(job_id)) is not None:
+            logger.warning("job %s: its pages were not read within %g s", job_id, self._node.config.lease_seconds)
+            self.num_expired_leases += 1
             self._late[job_id] = own.job.sender, time.monotonic() + LATE_SECONDS
             self._release(job_id)
 
@@ -373,10 +404,10 @@ class PrefillService:
         now = time.monotonic()
         late = [job_id for job_id, own in list(self._open.items()) if own.end and now >= own.end]
         for job_id in late:
-            logger.warning("job %s: its pages were not read within %g s", job_id, self._node.config.lease_seconds)
-            self.num_expired_leases += 1
             self._call(lambda job_id=job_id: self._expire(job_id))  # type: ignore[misc]
         state = self._node.state
+        if state.is_connected:
+            self._tell_untold()
         if self._late and state.is_connected:
             self._call(lambda: self._forget_readers(state.peers.keys()))
 

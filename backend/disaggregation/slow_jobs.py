@@ -30,6 +30,10 @@ class SlowJobs:
         """Those that wait, and the one whose grammar is compiled."""
         return len(self._open)
 
+    @property
+    def entry_ids(self) -> set[bytes]:
+        return set(self._open)
+
     def put(self, entry_id: bytes, job: Job) -> None:
         self._open.add(entry_id)
         self._queue.put((entry_id, job))
