@@ -295,7 +295,6 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     gateway += [f"--admin-keys={config.admin_keys}"] if config.admin_keys else []
     gateway += ["--vllm-metrics"] if config.vllm_metrics else []
     gateway += [f"--cors-origin={origin}" for origin in config.cors_origins]
-    print(f"OpenAI's interface and the page: http://{host}:{config.port}", flush=True)
     return run_together(gateway, server)
 
 

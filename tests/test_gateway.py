@@ -558,6 +558,9 @@ class TestOtherRoutes:
         with api.completions.with_streaming_response.create(model="foretoken", prompt="x", max_tokens=1, stream=True) as response:
             assert 0 < float(re.fullmatch(r"first-token;dur=(\d+\.\d\d)", response.headers["server-timing"])[1]) < 60_000
 
+    def test_where_it_listens(self, address, log):
+        assert f"OpenAI's interface and the page: {address}\n" in log.read_text()
+
     def test_request_ids(self, address, log):
         _, headers, body = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"x-request-id": "mine-1"})
         assert headers["x-request-id"] == "mine-1" and json.loads(body)["id"] == "cmpl-mine-1"

@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         message = f"cannot listen on {host}, port {args.port}: {error}; choose another address with --host, --port"
         print(f"foretoken gateway: {message}", file=sys.stderr)
         return 1
+    address = f"[{host}]" if family == socket.AF_INET6 else host
+    logging.getLogger("foretoken.gateway").info("OpenAI's interface and the page: http://%s:%d", address, listener.getsockname()[1])
     config = uvicorn.Config(
         app,
         loop="uvloop",
