@@ -13,7 +13,6 @@ from backend.model_checks import (
     check_drafter,
     check_fits_target,
     check_model,
-    check_same_tokens,
     check_weights,
     read_model_config,
 )
@@ -27,6 +26,7 @@ from backend.models.rope_spec import read_context_len
 from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.shared_tokens import read_shared_tokens
+from backend.tokenizer_checks import check_same_tokens
 
 DEFAULT_LEN = 2048
 """transformers' of Llama, which some drafters do not name; it matters to extended contexts alone."""

@@ -8,13 +8,14 @@ from backend.config import EngineConfig
 from backend.drafters import Drafters, cost_class, count_block_rows, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError
-from backend.model_checks import check_model, check_vocabulary
+from backend.model_checks import check_model
 from backend.parallel.ranks import Ranks
 from backend.planner import Planner
 from backend.scheduler import Scheduler
 from backend.step.pieces import whole_rows
 from backend.step.worker import Worker
 from backend.text import Tokenizer
+from backend.tokenizer_checks import check_vocabulary
 
 
 @dataclass(frozen=True, slots=True)

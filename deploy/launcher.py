@@ -26,6 +26,7 @@ from backend.other_servers.translation import Translation
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
+from backend.tokenizer_checks import check_tokenizer
 from deploy.gpu import check_gpu
 from deploy.named_files import check_own_files, check_password, find_corpus, find_token_map
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
@@ -88,7 +89,7 @@ def check_model(
     if parallel is not None:
         model_checks.check_split(spec, parallel.tensor_parallel_size, is_expert_parallel=parallel.expert_parallel)
     model_checks.check_max_model_len(max_model_len, spec.max_model_len)
-    model_checks.check_tokenizer(folder, spec, unknown_tokens)
+    check_tokenizer(folder, spec, unknown_tokens)
     return folder
 
 

@@ -17,9 +17,10 @@ import transformers
 from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
 from backend.intake import Intake
-from backend.model_checks import check_model, check_tokenizer, check_vocabulary
+from backend.model_checks import check_model
 from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
+from backend.tokenizer_checks import check_tokenizer, check_vocabulary
 
 CHAT = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ messages[0].content }}"
 TEXT = "def f <new> <more> x"

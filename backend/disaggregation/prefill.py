@@ -20,6 +20,7 @@ from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, N
 from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
 from backend.disaggregation.slow_jobs import SlowJobs
+from backend.disaggregation.telling import Telling
 from backend.engine import Engine
 from backend.errors import CapacityError, EngineError, RequestError
 
@@ -71,8 +72,7 @@ class PrefillService:
         """Jobs whose pages went to others before their decode node said that it reads no more: which one, and until when it is believed to. Without
         being served its reads would not end, and its own pages not come back. The engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
-        self._untold: deque[tuple[str, str]] = deque(maxlen=MAX_STOPPED)
-        """Decode nodes, and jobs of theirs of which a message could not be written."""
+        self._telling = Telling(node)
         self._inheritance = Inheritance(node, self._can_do)
         self._slow = SlowJobs(self._take_slow)
         self.results: Counter[str] = Counter()
@@ -266,7 +266,7 @@ class PrefillService:
         """result: what is counted here, where it is not the reason."""
         self.results[result or reason] += 1
         logger.warning("job %s of %s is refused: %s", job.job_id, job.sender, text)
-        self._tell_failed(job.sender, job.job_id, reason, text)
+        self._telling.tell_failed(job.sender, job.job_id, reason, text)
         self._acknowledge(entry_id)
 
     def _acknowledge(self, entry_id: bytes) -> None:
@@ -312,21 +312,7 @@ class PrefillService:
         self.results["done"] += 1
 
     def _tell(self, own: _Open, kind: str, *, is_urgent: bool = True, **values: Any) -> None:
-        """With what is to be computed here, so that the decode node need not go by an old sign of life."""
-        sender, job_id = own.job.sender, own.job.job_id
-        message = Message(kind, job_id, self._node.node_id, load=self.num_tokens, time=self._node.server_time(), **values)
-        on_failure = None if kind == "taken" else lambda: self._untold.append((sender, job_id))  # what comes after that says the same
-        self._node.tell(sender, message, on_failure, is_urgent=is_urgent)
-
-    def _tell_failed(self, sender: str, job_id: str, reason: str, text: str) -> None:
-        message = Message("failed", job_id, self._node.node_id, reason=reason, text=text)
-        self._node.tell(sender, message, lambda: self._untold.append((sender, job_id)))
-
-    def _tell_untold(self) -> None:
-        """Who waits for a message that was lost would do so for as long as this node tells it of other prompts. Pages are held as ever: the message
-        may have come all the same, and they may be read."""
-        for _ in range(len(self._untold)):  # those that fail again come later
-            self._tell_failed(*self._untold.popleft(), "redis", "Redis did not take a message of this job")
+        self._telling.tell(own.job, kind, self.num_tokens, is_urgent=is_urgent, **values)
 
     def _put_probs(self, own: _Open, hand_off: HandOff) -> tuple[list[int], tuple[int, int] | None]:
         """What drafts were drawn from, in pages of their own; None: there is no room."""
@@ -355,7 +341,7 @@ class PrefillService:
             return
         why = f"{type(delta.error).__name__}: {delta.error}" if delta.error is not None else f"it ended with {delta.finish_reason}"
         self.results["failed"] += 1
-        self._tell_failed(own.job.sender, job_id, "failed", why)
+        self._telling.tell_failed(own.job.sender, job_id, "failed", why)
         self._release(job_id)
 
     def _release(self, job_id: str) -> None:
@@ -407,7 +393,7 @@ class PrefillService:
             self._call(lambda job_id=job_id: self._expire(job_id))  # type: ignore[misc]
         state = self._node.state
         if state.is_connected:
-            self._tell_untold()
+            self._telling.tell_again()
         if self._late and state.is_connected:
             self._call(lambda: self._forget_readers(state.peers.keys()))
 

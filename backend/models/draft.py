@@ -13,7 +13,7 @@ import torch
 
 from backend.drafter_checks import read_parallel
 from backend.errors import ModelError
-from backend.model_checks import check_model, check_same_tokens
+from backend.model_checks import check_model
 from backend.model_files import read_config
 from backend.models.decoder import Decoder
 from backend.models.drafter_weights import scatter_logits
@@ -21,6 +21,7 @@ from backend.models.loading import Model, check_gpu, open_checkpoint
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
 from backend.shared_tokens import read_shared_tokens
+from backend.tokenizer_checks import check_same_tokens
 from kernels import ops
 
 logger = logging.getLogger(__name__)

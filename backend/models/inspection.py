@@ -16,7 +16,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
-from backend.model_checks import check_drafter, check_model, check_split, describe_unknown_tokens, find_architecture, find_unknown_tokens
+from backend.model_checks import check_drafter, check_model, check_split, find_architecture
 from backend.model_files import MODULES, find_weights, open_weights, read_config
 from backend.models.embedding import splits_embedding
 from backend.models.families import ARCHITECTURES, DRAFTERS
@@ -35,6 +35,7 @@ from backend.quantization import Quantized, pad_columns
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import MODEL_METHODS, WEIGHTLESS_METHODS
 from backend.text import Tokenizer
+from backend.tokenizer_checks import describe_unknown_tokens, find_unknown_tokens
 from kernels import ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
