@@ -8,7 +8,7 @@ from backend.config import EngineConfig
 from backend.drafters import Drafters, cost_class, count_block_rows, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError
-from backend.model_checks import check_model
+from backend.model_checks import read_spec
 from backend.parallel.ranks import Ranks
 from backend.planner import Planner
 from backend.scheduler import Scheduler
@@ -32,7 +32,7 @@ def load_parts(config: EngineConfig, ranks: Ranks, draft_service: DraftService |
     """draft_service: see `Engine`. Raises ConfigError, ModelError."""
     speculative = config.speculative_config
     tokenizer = Tokenizer(config.model)
-    check_vocabulary(tokenizer.tokens, check_model(config.model, has_weights=config.load_format != "dummy"), config.unknown_tokens)
+    check_vocabulary(tokenizer.tokens, read_spec(config.model), config.unknown_tokens)
     worker = Worker(config, ranks)
     has_step_drafter = worker.drafter is not None
 

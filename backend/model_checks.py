@@ -142,15 +142,25 @@ def check_fits_target(config: Mapping[str, Any], directory: str | Path, *, hidde
 # -- weights ----------------------------------------------------------------------------------------------------------------------
 
 
+def read_spec(directory: str | Path) -> DecoderSpec:
+    """What a folder's config.json says that its model is made of, under the names that its family has for weights. Raises ModelError."""
+    return _read_model(directory)[3]
+
+
+def _read_model(directory: str | Path) -> tuple[dict[str, Any], str, Values, DecoderSpec]:
+    config = read_model_config(directory)
+    name, values = find_architecture(config, directory), check_config(config, directory)
+    spec = ARCHITECTURES[name](values)
+    _check_stated(values, spec)
+    return config, name, values, spec
+
+
 def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSpec:
     """What the model of a folder is made of, which can be served. has_weights: false where they are made up.
 
     Raises ModelError for what is missing, damaged, left over or not supported.
     """
-    config = read_model_config(directory)
-    name, values = find_architecture(config, directory), check_config(config, directory)
-    spec = ARCHITECTURES[name](values)
-    _check_stated(values, spec)
+    config, name, values, spec = _read_model(directory)
     if has_weights:
         names = find_weights(Path(directory))
         spec = settle_tied(settle_shared(place_weights(spec, names), names), names)

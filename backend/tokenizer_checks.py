@@ -27,28 +27,22 @@ def check_tokenizer(directory: Path, spec: DecoderSpec, unknown_tokens: str) -> 
 
 
 def check_vocabulary(tokens: Mapping[int, str], spec: DecoderSpec, unknown_tokens: str) -> None:
-    """Raises ModelError where a tokenizer has tokens, by their ids, that the model has no embedding of.
-
-    unknown_tokens: `EngineConfig.unknown_tokens`.
-    """
-    unknown = find_unknown_tokens(tokens, spec)
-    if (num_known := len(tokens) - len(unknown)) < MIN_SHARE_OF_TOKENS * spec.vocab_size:
+    """Raises ModelError for tokens as `find_unknown_tokens`. unknown_tokens: `EngineConfig.unknown_tokens`."""
+    if (num_known := sum(i < spec.vocab_size for i in tokens)) < MIN_SHARE_OF_TOKENS * spec.vocab_size:
         what = "it may be another model's; a token of an answer that it does not have writes no text"
         logger.warning("the tokenizer has %d tokens of the model's vocabulary of %d: %s", num_known, spec.vocab_size, what)
-    if not unknown:
-        return
-    text = describe_unknown_tokens(unknown, spec)
-    if unknown_tokens == "error" and not spec.placeholders.issuperset(unknown.values()):
+    text = find_unknown_tokens(tokens, spec)
+    if text and unknown_tokens == "error":
         raise ModelError(f"{spec.where}: {text}; with unknown_tokens refuse the model is served, and requests whose text becomes one are refused")
-    logger.warning("%s: %s; requests whose text becomes one are refused", spec.where, text)
+    if text:
+        logger.warning("%s: %s; requests whose text becomes one are refused", spec.where, text)
 
 
-def find_unknown_tokens(tokens: Mapping[int, str], spec: DecoderSpec) -> dict[int, str]:
-    """Those that the model has no embedding of."""
-    return {i: token for i, token in tokens.items() if i >= spec.vocab_size}
-
-
-def describe_unknown_tokens(unknown: Mapping[int, str], spec: DecoderSpec) -> str:
+def find_unknown_tokens(tokens: Mapping[int, str], spec: DecoderSpec) -> str:
+    """Says which tokens of a tokenizer, by their ids, the model has no embedding of, beside its family's placeholders; empty where there are none."""
+    unknown = {i: token for i, token in tokens.items() if i >= spec.vocab_size and token not in spec.placeholders}
+    if not unknown:
+        return ""
     first, count = min(unknown), f"{len(unknown)} tokens" if len(unknown) > 1 else "a token"
     return f"the tokenizer has {count} beyond the model's embedding (vocab_size {spec.vocab_size}), {first} ({unknown[first]!r:.50}) the first"
 

@@ -22,6 +22,7 @@ from backend.models.loader import Checkpoint
 from backend.models.loading import check_gpu
 from backend.models.rope import frequencies
 from backend.parallel.ranks import Ranks
+from backend.tokenizer_checks import check_vocabulary
 from deploy.launcher import check_model as check_before_launch
 from tests.families import (
     CONTEXT,
@@ -249,6 +250,14 @@ def test_older_files_of_gemma3(folders: Callable[[str], Path], tmp_path: Path) -
         folder, tmp_path / "model", rope_parameters=..., rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=2, layer_types=...
     )
     assert check_model(before).layers == check_model(folder).layers
+
+
+def test_the_placeholder_of_gemma3(folders: Callable[[str], Path]) -> None:
+    """For images, beyond the embedding of its text models as they are published."""
+    tokens = {i: f"w{i}" for i in range(VOCABULARY)} | {VOCABULARY: "<image_soft_token>"}
+    check_vocabulary(tokens, check_model(folders("gemma3_text")), "error")
+    with pytest.raises(ModelError, match="a token beyond the model's embedding"):
+        check_vocabulary(tokens, check_model(folders("gemma2")), "error")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])

@@ -35,7 +35,7 @@ from backend.quantization import Quantized, pad_columns
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import MODEL_METHODS, WEIGHTLESS_METHODS
 from backend.text import Tokenizer
-from backend.tokenizer_checks import describe_unknown_tokens, find_unknown_tokens
+from backend.tokenizer_checks import find_unknown_tokens
 from kernels import ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,8 +85,8 @@ def inspect(path: Path, load: Load, target: Path | None = None, *, has_weights: 
     found["chat"] = "yes, by its template" if tokenizer.has_chat_template else "no template: it completes texts"
     found["drafters"] = _drafters(path, config, has_weights)
     served = f"foretoken serve --model {path}"
-    if (unknown := find_unknown_tokens(tokenizer.tokens, spec)) and not spec.placeholders.issuperset(unknown.values()):
-        served += f" --unknown-tokens refuse ({describe_unknown_tokens(unknown, spec)})"
+    if unknown := find_unknown_tokens(tokenizer.tokens, spec):
+        served += f" --unknown-tokens refuse ({unknown})"
     return found | {"served": served}
 
 
