@@ -31,6 +31,9 @@ REPOSITORIES = Path(__file__).parent.parent / "model_repository"
 REPOSITORY = REPOSITORIES / "standalone"
 BUNDLED_MODEL = REPOSITORY / "decode" / "1"
 BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
+"""mtp's, which a model of its own may run."""
+DEFAULT_DRAFTER = BUNDLED_MODEL / "drafter"
+"""Of an eagle3 head, with which the bundled model is served."""
 MAX_BATCH_SIZE = 256
 MAX_RANKS = 64
 MAX_THREADS = 1024
@@ -167,10 +170,11 @@ class EngineConfig(Section):
     Those that a family has for what is no text, such as Gemma 3's for images, are refused either way."""
     load_format: str = "safetensors"
     """safetensors, or for benchmarks dummy: random weights of config.json's shapes."""
-    single_thread_tokens: int = 8
-    """CPU: steps of fewer tokens run on one thread, since waking the others costs more than they bring."""
+    single_thread_tokens: int | None = None
+    """CPU: steps of fewer tokens run on one thread, since waking the others costs more than they bring. Default: 8 for 10 million weights, as the
+    bundled model has, fewer for larger models; from 75 million on all steps run on all threads."""
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    """Below. Default: no speculation; `foretoken serve` with the bundled model: its drafter and ngram."""
+    """Below. Default: no speculation; `foretoken serve` with the bundled model: eagle3 and ngram."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     """Below."""
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
@@ -210,7 +214,7 @@ class EngineConfig(Section):
         require(self.num_threads is None or 1 <= self.num_threads <= MAX_THREADS, "num_threads", self.num_threads, f"from 1 to {MAX_THREADS}")
         good = 0 <= self.max_forced_tokens <= MAX_SPECULATIVE_TOKENS
         require(good, "max_forced_tokens", self.max_forced_tokens, f"from 0 to {MAX_SPECULATIVE_TOKENS}")
-        require(self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
+        require(self.single_thread_tokens is None or self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
         own, target = self.speculative_config.draft_tensor_parallel_size, self.parallel_config.tensor_parallel_size
         require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         good = target == 1 or self.speculative_config.placement != "bls"

@@ -132,7 +132,16 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def threads_for(config: EngineConfig) -> Callable[[int], contextlib.AbstractContextManager[None]]:
-    """CPU threads for a step of so many tokens: waking the others for a few costs more than it brings."""
+THREADED_PRODUCTS = 75_000_000
+"""Of a token's number and a weight, in a step: fewer are over before other threads are awake."""
+SINGLE_THREAD_TOKENS = 8
+"""At most, where the configuration says nothing."""
+
+
+def threads_for(config: EngineConfig, num_weights: int = 0) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """CPU threads for a step of so many tokens. num_weights: that each is multiplied with; 0: few."""
     num_threads = config.num_threads or max(1, min(torch.get_num_threads(), count_cpus()) // config.parallel_config.host_size)
-    return lambda num_tokens: cpu_threads(num_threads if num_tokens >= config.single_thread_tokens else 1)
+    least = config.single_thread_tokens
+    if least is None:
+        least = min(SINGLE_THREAD_TOKENS, -(-THREADED_PRODUCTS // max(num_weights, 1)))
+    return lambda num_tokens: cpu_threads(num_threads if num_tokens >= least else 1)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from backend.errors import ModelError
+from backend.errors import ConfigError, ModelError
 from backend.model_checks import (
     BUFFERS,
     check_config,
@@ -26,6 +26,7 @@ from backend.models.rope_spec import read_context_len
 from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.shared_tokens import read_shared_tokens
+from backend.speculative_config import SpeculativeConfig
 from backend.tokenizer_checks import check_same_tokens
 
 DEFAULT_LEN = 2048
@@ -41,9 +42,10 @@ LEARNED = re.compile(
 
 def check_drafter_folder(
     method: str, folder: Path, model: Path, *, has_weights: bool = True, is_parallel: bool | None = None, has_other_tokens: bool = False
-) -> None:
-    """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up;
-    is_parallel: whether it has to draft in parallel; None: as it was made; has_other_tokens: its tokenizer is another one."""
+) -> int | None:
+    """How many drafts it makes in a step at most, where its heads or its blocks say so. Raises ModelError for a folder that holds no
+    drafter of this method for the model. has_weights: false where they are made up; is_parallel: whether it has to draft in parallel; None: as it
+    was made; has_other_tokens: its tokenizer is another one."""
     target = read_model_config(model)
     if method == "mtp":
         length = read_context_len(Values(target, f"{model}/config.json"))
@@ -54,7 +56,7 @@ def check_drafter_folder(
         check_model(folder, has_weights=has_weights)
         if has_other_tokens:
             read_shared_tokens(folder, model)
-            return
+            return None
         if has_weights:
             check_same_tokens(folder, model)
         read_parallel(folder, is_parallel)
@@ -71,7 +73,7 @@ def check_drafter_folder(
             if is_readable:
                 quantization = read_checkpoint_quantization(read_config(folder), folder)
                 check_weights(folder, weights, f"num_hidden_layers is {len(spec.layers)}", quantization)
-            return
+            return None
         weights = WeightList()
         if method in ("dflash", "dspark"):
             block = read_dflash_spec(folder, names, is_spark=method == "dspark", **sizes)
@@ -79,11 +81,24 @@ def check_drafter_folder(
             if is_readable:
                 quantization = read_checkpoint_quantization(read_config(folder), folder)
                 check_weights(folder, weights, f"num_hidden_layers is {len(block.layers)}", quantization)
-            return
+            return block.max_drafts
         heads = read_heads_spec(method, folder, names, model)
         heads.list_weights(weights)
         if is_readable:
             check_weights(folder, weights, f"{folder} holds heads")
+        # Medusa's authors' configurations may say fewer than an archive holds; of weights that are made up there are as many as they say.
+        if is_readable or not has_weights or method != "medusa":
+            return heads.num_heads
+    return None
+
+
+def check_num_drafts(config: SpeculativeConfig, folder: Path, most: int | None) -> None:
+    """Raises ConfigError where more are wanted than its drafter makes in a step."""
+    steps = config.num_model_steps or 1
+    if most is None or steps <= most:
+        return
+    default = ": without it, it is num_speculative_tokens" if steps == config.num_speculative_tokens else ""  # which alone may be given
+    raise ConfigError(f"speculative_config.num_model_steps is {steps}; the drafter in {folder} makes {most} drafts a step at most{default}")
 
 
 def read_parallel(directory: str | Path, wanted: bool | None) -> int | None:

@@ -22,6 +22,7 @@ from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
 from backend.step.options import Options, is_deterministic, options_of
 from backend.step.plan import MILLION, Arrival, StepPlan
+from backend.step.times import StepTimes
 from backend.step_drafting import StepDrafting
 from backend.step_grammars import StepGrammars
 from kernels.request_state import Admission
@@ -324,10 +325,8 @@ class Planner:
             self._budget.learn(request, chain, outcome.num_accepted, has_model, tree, matched=verified.score, is_alone=is_alone)
         return who
 
-    def observe(
-        self, step: PlannedStep, outcomes: Sequence[Outcome], verify_seconds: float, draft_seconds: float, draft_ends: Sequence[float] = ()
-    ) -> None:
-        """A step's times, after its rows were read. draft_ends: see `StepTimes.drafts`."""
+    def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """After a step's rows were read."""
         plan, is_exact, num_drafts = step.plan, self._is_exact, 0
         limits: list[tuple[Request, int, bool]] = []
         verified: list[tuple[int, int]] = []
@@ -347,22 +346,22 @@ class Planner:
         num_model, num_asked = self._count_made(step, outcomes)
         padded = None
         if not is_exact:
-            draft_seconds -= step.host_seconds  # it is the host's time, which the device does not wait for
             is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
             padded = PaddedStep(plan.num_queries - 1, step.is_waited_for, is_behind, asked_host)
         seen = StepSeen(
             num_requests=len(step.entries),
             num_rows=len(step.entries) + num_drafts if padded is None else plan.num_tokens,
             num_keys=sum(len(entry.request.token_ids) for entry in step.entries),
-            verify_seconds=verify_seconds,
-            draft_seconds=draft_seconds,
+            verify_seconds=times.forward + times.decide,
+            draft_seconds=times.draft + (step.host_seconds if is_exact else 0.0),  # a device does not wait for the host's
             num_model=num_model,
             num_asked=num_asked,
             num_prompts=plan.num_prompts,
             num_prompt_rows=plan.prompt_rows,
-            draft_ends=draft_ends,
+            draft_ends=times.drafts,
             is_catching_up=step.is_catching_up,
             padded=padded,
+            is_first=times.is_first,
         )
         self._budget.observe(limits, verified, seen)
 

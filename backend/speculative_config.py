@@ -124,7 +124,7 @@ class SpeculativeConfig(Section):
     """ngram: shortest run. Default: 1; with_ngram: 2."""
     model: str | None = None
     """Model drafters: folder of the drafter's weights. Only mtp has a default: the model's own, where it has such weights, else the mtp_drafter
-    model's version folder."""
+    model's version folder; and eagle3 where foretoken serve serves the bundled model."""
     num_model_steps: int | None = None
     """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; auto: 5 of them; with_ngram and with_suffix:
     1."""

@@ -95,7 +95,7 @@ class UnderWay:
             except Exception as error:  # it belongs to this request only
                 self._open.fail_internally(own, error)
         self._booking.end()
-        self._planner.observe(step, results.outcomes, times.forward + times.decide, draft_seconds, times.drafts)
+        self._planner.observe(step, results.outcomes, times)
         self._planner.keep_pages(step.entries)
 
     def finish_all(self) -> None:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.cpu_linear [--rows N ...] [--rounds N] [--model bundled|smollm2|llama-1b]
 
+[out, in] and [in, out]: by MKL; oneDNN's layout; panels (`kernels.panels`), of weights in float32 and of such as bfloat16 has.
 Milliseconds of processor time, the least of all rounds, forms in turns: other work on the machine does not count. `benchmarks.speculation`
 shows what it is in whole steps.
 """
@@ -9,11 +10,14 @@ shows what it is in whole steps.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
+from backend.quantization.dense import PanelLinear
 
 Shapes = list[tuple[int, int]]
 SHAPES: dict[str, Shapes] = {
@@ -30,6 +34,7 @@ def measure(shapes: Shapes, rows: int, rounds: int, repeats: int) -> dict[str, f
     inputs = [torch.randn(rows, shape[1]) for shape in shapes]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 8) for weight in weights]
     transposed = [weight.t().contiguous() for weight in weights]
+    panels = [[PanelLinear(own) for own in those] for those in (weights, [weight.bfloat16().float() for weight in weights])]
 
     def plain() -> None:
         for x, weight in zip(inputs, weights):
@@ -43,7 +48,12 @@ def measure(shapes: Shapes, rows: int, rounds: int, repeats: int) -> dict[str, f
         for x, weight in zip(inputs, transposed):
             torch.mm(x, weight)
 
+    def paneled(own: list[PanelLinear]) -> None:
+        for x, linear in zip(inputs, own):
+            linear(x)
+
     forms: dict[str, Callable[[], None]] = {"[out, in]": plain, "oneDNN's": blocked, "[in, out]": turned}
+    forms |= {name: functools.partial(paneled, own) for name, own in zip(("panels", "panels in bfloat16"), panels)}
     best = dict.fromkeys(forms, float("inf"))
     for _ in range(rounds):
         for name, run in forms.items():

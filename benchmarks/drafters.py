@@ -5,15 +5,14 @@
 
 `python -m benchmarks.drafter_data` writes files for it. With --answers the model itself answers the data first, and all kinds are trained on that.
 On a CPU the minutes are those of this process (one thread), so that others on the machine do not count; on a GPU they are those of the clock.
-The states of the data are made first, once for all kinds, and are in nobody's time. Each kind then takes as many steps as fit: a run of a few
-steps says how long one takes. Kinds have as many drafts and, where they have layers, one.
+On a CPU the states of the data are made first, once for all kinds, and are in nobody's time; on a GPU each step makes its own, as the states
+of much data fit on no disk; --states and --no-states say otherwise. Kinds have as many drafts and, where they have layers, one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,28 +21,12 @@ import numpy as np
 import torch
 
 from training import MODEL_DIR
-from training.command import check, make_parser, prepare, run_command
+from training.command import free_memory, make_parser, run_command
 from training.data import Reader, cut_prompts, write_answers
 from training.drafters import KINDS
-from training.trainer import train
+from training.report import measure
 
 USUAL = ("mtp", "eagle3", "dflash", "dspark", "medusa", "hydra")
-PROBE = (1, 2, 8)
-"""Steps of three runs: the first one makes the states, the difference of the others is the time of a step."""
-
-
-def measure_step(options: list[str], clock: Any) -> float:
-    """Seconds a step."""
-    spent = []
-    for steps in PROBE:
-        with tempfile.TemporaryDirectory() as folder:
-            args = make_parser().parse_args([*options, "--out", folder, "--steps", str(steps), "--report-prompts", "0"])
-            check(args)
-            run, ids, _ = prepare(args)
-            started = clock()
-            train(run, ids)
-            spent.append(clock() - started)
-    return max(1e-4, (spent[2] - spent[1]) / (PROBE[2] - PROBE[1]))
 
 
 def answer(args: argparse.Namespace) -> Path:
@@ -69,8 +52,8 @@ def row(result: dict[str, Any]) -> str:
     report = result["report"]
     rates = " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in report["acceptance"])
     length, share, speed = report["accepted_length"], report["drafting_share"], report["speed_up"]
-    steps, spent, weights = result["steps"], result["trained_seconds"], result["megabytes"]
-    return f"| {result['kind']} | {steps} | {spent:.0f} | {weights:.1f} | {rates} | {length:.2f} | {100 * share:.0f}% | {speed:.2f} |"
+    steps, spent = (str(result["steps"]), f"{result['last']['seconds']:.0f}") if "last" in result else ("-", "-")
+    return f"| {result['kind']} | {steps} | {spent} | {result['megabytes']:.1f} | {rates} | {length:.2f} | {100 * share:.0f}% | {speed:.2f} |"
 
 
 def main() -> None:
@@ -79,10 +62,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--heldout", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True, help="a new folder: a folder of each kind, and results.json")
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), help="default: all but mlp_speculator; on a GPU those that it serves")
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), help="default: all but mlp_speculator")
     parser.add_argument(
         "--options", nargs="+", default=[], metavar="'KIND --OPTION VALUE'", help="further options of a kind; block drafters have one layer"
     )
+    parser.add_argument("--also", nargs=2, action="append", default=[], metavar=("KIND", "DIR"), help="a drafter that is there, measured alike")
+    parser.add_argument("--states", action=argparse.BooleanOptionalAction, help="keep the model's states on disk; default: on a CPU")
     parser.add_argument("--answers", type=int, help="of the model to the data, to train on")
     parser.add_argument("--answer-tokens", type=int, default=192)
     parser.add_argument("--minutes", type=float, default=6.0, help="of training, each kind")
@@ -92,6 +77,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--report-prompts", type=int, default=32)
     parser.add_argument("--report-tokens", type=int, default=256)
+    parser.add_argument("--report-batch-size", type=int, default=1, help="of the engine that measures")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     is_gpu = args.device.startswith("cuda")
@@ -100,24 +86,33 @@ def main() -> None:
         torch.set_num_threads(1)
     args.out.mkdir(parents=True)
     data = args.data if args.answers is None else [answer(args)]
-    common = ["--model", str(args.model), "--data", *map(str, data), "--states", str(args.out / "states")]
+    common = ["--model", str(args.model), "--data", *map(str, data)]
+    if args.states if args.states is not None else not is_gpu:
+        common += ["--states", str(args.out / "states")]
     keys = ("batch_size", "context", "lr", "device")
     common += [word for key in keys for word in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
-    results = []
-    for kind in args.kinds or [kind for kind in USUAL if KINDS[kind].rows_before_drafts is None or not is_gpu]:
-        options = [kind, *common, *own_options(kind, args)]
-        per_step = measure_step(options, clock)
-        steps = max(1, round(60 * args.minutes / per_step))
-        print(f"{kind}: {per_step:.3f} s a step, {steps} steps", flush=True)
-        words = ["--heldout", *map(str, args.heldout), "--steps", str(steps)]
-        words += ["--report-prompts", str(args.report_prompts), "--report-tokens", str(args.report_tokens)]
-        result = run_command(make_parser().parse_args([*options, *words, "--out", str(args.out / kind)]))
-        if result is None:
-            return
-        megabytes = (args.out / kind / "model.safetensors").stat().st_size / 2**20
-        results.append(result | {"trained_seconds": per_step * steps, "megabytes": megabytes})
+    held = Reader(args.model).read(args.heldout, "--heldout", as_prompts=args.answers is not None)
+    prompts = cut_prompts(held, args.context, args.report_prompts, 0)
+    engine = {"dtype": "bfloat16" if is_gpu else "float32", "device": args.device, "max_batch_size": args.report_batch_size}
+    results: list[dict[str, Any]] = []
+
+    def add(result: dict[str, Any], folder: Path, drafts: int) -> None:
+        report = measure(args.model, folder, result["kind"], drafts, prompts, args.report_tokens, **engine)
+        free_memory()
+        results.append(result | {"megabytes": (folder / "model.safetensors").stat().st_size / 2**20, "report": report})
         (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         print(row(results[-1]), flush=True)
+
+    for kind, folder in args.also:
+        add({"kind": kind}, Path(folder), args.drafts)
+    for kind in args.kinds or USUAL:
+        options = [kind, *common, *own_options(kind, args)]
+        words = ["--minutes", str(args.minutes), "--report-prompts", "0", "--out", str(args.out / kind)]
+        result = run_command(make_parser().parse_args([*options, *words]), clock)
+        if result is None:
+            return
+        free_memory()  # for the engine that measures
+        add(result, args.out / kind, result["options"]["drafts"])
     print("\n| kind | steps | seconds | MiB | accepted by position, % | tokens a step | drafting | x plain |\n|---|---|---|---|---|---|---|---|")
     print("\n".join(map(row, results)))
 

@@ -31,7 +31,8 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.quantization import schemes
 from backend.step.draft_masks import Grammars
-from backend.step.worker import Begun, Launched, Results, StepTimes
+from backend.step.times import StepTimes
+from backend.step.worker import Begun, Launched, Results
 from backend.structured_outputs import StructuredOutputs
 from benchmarks.one_rank import one_rank_of
 from benchmarks.step_bytes import counted_experts, profiled, read_bytes

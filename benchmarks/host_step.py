@@ -17,7 +17,8 @@ import numpy as np
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.step.plan import StepPlan
-from backend.step.worker import Begun, Launched, Results, StepTimes, Worker, _Read
+from backend.step.times import StepTimes
+from backend.step.worker import Begun, Launched, Results, Worker, _Read
 from kernels.structs import RESULT_HEAD
 
 PROMPT, REPEATS = 16, 3

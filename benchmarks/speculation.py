@@ -29,6 +29,7 @@ import torch
 from backend import LLM, SamplingParams
 from benchmarks import draft_planner
 from benchmarks.workloads import Requests, agent_rounds, completion_requests, editing_requests
+from deploy.bundled import DEFAULT_SPECULATION
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
@@ -210,9 +211,17 @@ def rounds(repeats: int) -> dict[str, Any]:
 
 
 def hybrid(repeats: int) -> dict[str, Any]:
-    """Each hybrid beside its parts."""
+    """Each hybrid beside its parts: of mtp, and of the drafter that is `foretoken serve`'s default."""
+    default = Bench(LLM(speculative_config={**DEFAULT_SPECULATION, "adaptive": False}, enable_prefix_caching=False))
     bench, results = Bench(make_llm()), {}
-    bench.run(completion_requests(4), 4, NONE)
+    for own in (bench, default):
+        own.run(completion_requests(4), 4, NONE)
+    eagle3 = {"method": "eagle3", "mtp_strategy": "with_ngram", "num_speculative_tokens": 6}
+    defaults = {
+        "eagle3 k=4": {"method": "eagle3", "mtp_strategy": "default", "num_speculative_tokens": 4},
+        "eagle3 k=4 + ngram, k=6": eagle3,
+        "the same, planned": {**eagle3, "adaptive": True},
+    }
     choices = {
         "mtp k=3": {**METHODS["mtp"], "num_speculative_tokens": 3},
         "ngram k=5": {"method": "ngram", "num_speculative_tokens": 5},
@@ -223,7 +232,10 @@ def hybrid(repeats: int) -> dict[str, Any]:
     for set_name, requests in SETS.items():
         for name in ("mtp+ngram", "mtp+suffix"):  # what pays is learned from requests
             bench.run(requests(6), 1, METHODS[name])
+        for choice in defaults.values():
+            default.run(requests(6), 1, choice)
         rows = dict(zip(choices, bench.compare(requests(12), 1, list(choices.values()), repeats)))
+        rows |= zip(defaults, default.compare(requests(12), 1, list(defaults.values()), repeats))
         results[set_name] = say(f"{set_name}, concurrency 1: hybrids and their parts", rows)
     return results
 

@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ class Server:
     name: str
     speculative: dict[str, Any]
     llm: LLM = field(init=False)
+    clock: Callable[[], float] = time.perf_counter
     seconds: list[float] = field(default_factory=list)
     """Of each turn, all prompts together."""
     emitted: int = 0
@@ -40,9 +42,9 @@ class Server:
 
     def run(self, prompts: list[str], params: SamplingParams, batch: int) -> None:
         groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-        started = time.perf_counter()
+        started = self.clock()
         outputs = [result.outputs[0] for group in groups for result in self.llm.generate(group, params, use_tqdm=False)]
-        self.seconds.append(time.perf_counter() - started)
+        self.seconds.append(self.clock() - started)
         self.tokens = [list(output.token_ids) for output in outputs]
         for output in outputs:
             self.emitted, self.steps = self.emitted + output.stats.emitted, self.steps + output.stats.steps
@@ -64,9 +66,10 @@ def servers_of(base: dict[str, Any], budgets: list[int], depth: int, top_k: int 
     return found
 
 
-def take_turns(servers: list[Server], args: argparse.Namespace) -> None:
-    """At the same prompts of real code, in an order of its own each turn."""
-    prompts = completion_prompts(args.prompts, (200, 800), seed=2)
+def take_turns(servers: list[Server], args: argparse.Namespace, prompts: list[str] | None = None) -> None:
+    """At the same prompts, in an order of its own each turn. prompts: None: code to be completed."""
+    if prompts is None:
+        prompts = completion_prompts(args.prompts, (200, 800), seed=2)
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True)
     for server in servers:  # what is compiled or remembered
         server.run(prompts[: args.batch], params, args.batch)

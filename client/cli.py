@@ -8,13 +8,16 @@ import sys
 import time
 from typing import Any
 
+from client.loopback import check_address
 from client.messages import DEFAULT_GRPC_URL, Completion, GenerateError
 from client.sync import Client
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", help="the prompt (complete: default standard input; chat: the first message)")
-    parser.add_argument("--url", default=DEFAULT_GRPC_URL, help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})")
+    parser.add_argument(
+        "--url", type=read_address, default=DEFAULT_GRPC_URL, metavar="HOST:PORT", help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of the answer at most (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share together")
@@ -23,6 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     parser.add_argument("--speculative", type=read_json, metavar="JSON", help="this request's own, such as '{\"num_speculative_tokens\": 0}'")
     parser.add_argument("--quiet", action="store_true", help="no statistics")
+
+
+def read_address(text: str) -> str:
+    """An option's value."""
+    try:
+        return check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def read_json(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""The way to a server on this machine, which no proxy of the environment (`http_proxy`) is to stand in."""
+"""Servers' addresses, and the way to one on this machine, which no proxy of the environment (`http_proxy`) is to stand in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import ipaddress
 import urllib.parse
 import urllib.request
 from typing import Any
+
+
+def check_address(text: str) -> str:
+    """HOST:PORT of a gRPC server, as it is. Raises ValueError: gRPC itself takes port 443 where there is none, and says so to nobody."""
+    host, _, port = text.rpartition(":")
+    if not host or "/" in text or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{text!r:.100} is no HOST:PORT")
+    return text
 
 
 def is_loopback(address: str) -> bool:

@@ -145,7 +145,7 @@ def _show(grpc_port: int, max_tokens: int) -> None:
 
     lines = []
     with Client(f"127.0.0.1:{grpc_port}") as client:
-        for title, choice in (("without speculation", {"method": "none"}), ("with speculation (mtp and ngram)", None)):
+        for title, choice in (("without speculation", {"method": "none"}), ("with speculation (eagle3 and ngram)", None)):
             print(f"\n[demo] {title}:\n\n{PROMPT}", end="", flush=True)
             _, line = stream_to_terminal(client, prompt=PROMPT, max_tokens=max_tokens, temperature=0.0, stop=["\n\n\n"], speculative=choice)
             lines.append(f"[demo] {title}: {line}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig
-from backend.drafter_checks import check_drafter_folder
+from backend.drafter_checks import check_drafter_folder, check_num_drafts
 from backend.errors import ConfigError, ModelError
 from backend.model_files import find_pickled, name_others, name_tokenizers, read_config, settle_path
 from backend.model_sources import MOVED, Source, check_ascii, find_model
@@ -27,6 +27,7 @@ from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
 from backend.tokenizer_checks import check_tokenizer
+from deploy.bundled import DEFAULT_SPECULATION, is_bundled, with_default_drafter
 from deploy.gpu import check_gpu
 from deploy.named_files import check_own_files, check_password, find_corpus, find_token_map
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
@@ -51,9 +52,6 @@ from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
 from deploy.together import FORETOKEN, end_with_parent, run_together
-
-DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
-"""Of the bundled model."""
 
 RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,logging"
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
@@ -150,10 +148,6 @@ def check_nodes(engine: EngineConfig) -> None:
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 
 
-def is_bundled(model: str | Path) -> bool:
-    return Path(model).expanduser().resolve() == BUNDLED_MODEL.resolve()
-
-
 def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors", download_dir: str | None = None) -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     method = config.model_method
@@ -171,7 +165,8 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
     has_other = config.draft_vocabulary == "shared"
-    check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting, has_other_tokens=has_other)
+    most = check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting, has_other_tokens=has_other)
+    check_num_drafts(config, folder, most)
     module = model_checks.check_drafter(folder) if method == "mtp" and has_weights else None
     model_checks.check_rounding(read_config(folder), folder, config.rounding, module)
     return folder
@@ -304,8 +299,8 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     lock, values = None, command_line.values
     try:
         password = values.pop("scheduler_password", None)
-        if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
-            values["speculative_config"] = DEFAULT_SPECULATION
+        if is_bundled(str(values.get("model", BUNDLED_MODEL))):
+            values["speculative_config"] = with_default_drafter(values.get("speculative_config", DEFAULT_SPECULATION))
         folder = Path(str(values.get("model", BUNDLED_MODEL))).expanduser()
         if "quantization" in values and folder.is_dir():
             option, line = model_checks.settle_quantization(values.pop("quantization"), folder)

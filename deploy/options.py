@@ -106,6 +106,9 @@ class ServeConfig(Section):
             raise ConfigError(f"metrics_host must be host ({self.host}), 0.0.0.0 or ::, got {self.metrics_host!r:.80}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 1 to 65535, or 0 for none, got {self.port}")
+        names = (self.served_model_name,) if isinstance(self.served_model_name, str) else self.served_model_name or ()
+        if not all(name.strip() for name in names):
+            raise ConfigError(f"served_model_name must be a name, or names, that have characters, got {self.served_model_name!r:.80}")
         for field in dataclasses.fields(self):
             if field.name in GATEWAY_KEYS and not self.port and getattr(self, field.name) != field.default:
                 raise ConfigError(f"{field.name} is an option of OpenAI's interface, which runs with port: add --port 8080")

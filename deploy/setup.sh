@@ -88,6 +88,13 @@ if ! build_suffix >.venv/arctic-inference.log 2>&1; then
   if [ "$what" != serve ]; then tail -n 20 .venv/arctic-inference.log >&2 && exit 1; fi
 fi
 
+# For steps on CPU, into the project's folder.
+say "compiling kernels for this machine's processor ..."
+if ! .venv/bin/python -m kernels._load_cpu $([ "$what" != image ] || echo --all) >.venv/cpu-kernels.log 2>&1; then
+  say "not compiled: torch computes steps on CPU instead, which takes about twice as long (it needs g++; see .venv/cpu-kernels.log)" >&2
+  if [ "$what" != serve ]; then tail -n 20 .venv/cpu-kernels.log >&2 && exit 1; fi
+fi
+
 # For the test of dashboards and alerts; unpacked here, so no service starts.
 fetch_prometheus() {
   command -v prometheus promtool || {

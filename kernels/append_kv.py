@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from kernels import reference
+from kernels import cpu_attention, reference
 from kernels._load import load
 from kernels.cache_scales import CacheScales
 
@@ -74,6 +74,8 @@ def append_kv(
     if scales is not None:
         scales.check(num_kv, "append_kv")
     if not qkv.is_cuda:
+        if scales is None and cpu_attention.is_usable(size, qkv.dtype):
+            return cpu_attention.append_kv(qkv, cos, sin, slots, key_pages, value_pages, positions)
         return reference.append_kv(qkv, cos, sin, slots, key_pages, value_pages, positions, scales)
     width = 16 // qkv.element_size()
     if size % (2 * width) or qkv.stride(0) % width or qkv.data_ptr() % 16:

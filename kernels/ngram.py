@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels import cpu_ngram
 from kernels._load import load
 from kernels.reference import request_table as reference
 from kernels.request_state import RequestState
@@ -36,7 +37,8 @@ def draft_ngram(
         if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32 or not tensor.is_contiguous()):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; int32 [{batch}], contiguous, is needed")
     if not request_indices.is_cuda:
-        reference.draft_ngram(table, request_indices, draft_limits, max_size, min_size, num_given, min_scores, scores)
+        draft = cpu_ngram.draft_ngram if cpu_ngram.is_usable() else reference.draft_ngram
+        draft(table, request_indices, draft_limits, max_size, min_size, num_given, min_scores, scores)
         return
     kernel = load(request_indices.device, "ngram", "draft_ngram", {"THREADS": THREADS})
     optional = (0 if tensor is None else tensor for tensor in (num_given, min_scores, scores))

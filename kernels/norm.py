@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference
+from kernels import cpu_rows, reference
 from kernels._load import ELEMENTS, load
 
 STRANDS = 256
@@ -48,7 +48,21 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, N] over its root mean square, times weight [N] (Zhang and Sennrich 2019), computed in float32."""
     _check(x, weight, None)
-    return _launch(x.contiguous(), weight, eps, None) if x.is_cuda else reference.rms_norm(x, weight, eps)
+    if x.is_cuda:
+        return _launch(x.contiguous(), weight, eps, None)
+    return cpu_rows.rms_norm(x, weight, eps) if cpu_rows.is_usable(x) else reference.rms_norm(x, weight, eps)
+
+
+def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Normalises the leading N heads of heads [T, H, D] in place, each by its own root mean square and with its own weights [N, D]."""
+    if heads.ndim != 3 or weight.shape[1:] != heads.shape[2:] or len(weight) > heads.shape[1] or weight.dtype != heads.dtype:
+        raise ValueError(
+            f"norm_heads: heads {tuple(heads.shape)} {heads.dtype} must be [T, H, D] and weight {tuple(weight.shape)} {weight.dtype} [N, D]"
+        )
+    if cpu_rows.is_usable(heads) and heads.stride()[1:] == (heads.shape[2], 1):
+        cpu_rows.norm_heads(heads, weight, eps)
+    else:
+        reference.norm_heads(heads, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

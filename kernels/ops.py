@@ -14,7 +14,7 @@ from kernels.experts import mix_experts as mix_experts_on_gpu
 from kernels.latent import append_latent
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear, write_linear
 from kernels.ngram import draft_ngram
-from kernels.norm import rms_norm
+from kernels.norm import norm_heads, rms_norm
 from kernels.quantized import (
     quantized_add_linear,
     quantized_gated_linear,
@@ -26,12 +26,12 @@ from kernels.quantized import (
 from kernels.quantized_experts import choose_quantized_groups, count_expanded, mix_quantized_experts
 from kernels.quantized_weight import STEP as STORED_STEP
 from kernels.quantized_weight import QuantizedWeight
-from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
+from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
 from kernels.rounded import is_rounded, rounding_activations
 from kernels.route import ExpertGroups, Routing, route_tokens, split_gate
-from kernels.sampling import choose, process_and_choose, sample
+from kernels.sampling import choose, likeliest, process_and_choose, sample
 from kernels.split_attention import SplitAttention, can_split
 from kernels.step import append_draft, append_tree, pack_results, prepare_drafter, prepare_step, simulate_acceptance, split_rows, write_values
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
@@ -83,6 +83,7 @@ __all__ = [
     "gelu_mul",
     "is_rounded",
     "latent_attention",
+    "likeliest",
     "linear",
     "mask_logits",
     "mix_experts",

@@ -138,6 +138,10 @@ class RequestState:
             arrays[Arrays._fields.index("params")] = self.params.numpy().view(_PARAMS)[:, 0]
             self.arrays = Arrays(*arrays)
 
+    def are_greedy(self, request_indices: torch.Tensor) -> bool:
+        """On CPU: whether none of these [B] int32 draws its tokens."""
+        return bool((self.arrays.params["flags"].take(request_indices.numpy()) & GREEDY).all())
+
     def pack_params(self, admission: Admission) -> np.ndarray:
         """One row of `params`."""
         seed = admission.seed & 0xFFFFFFFFFFFFFFFF

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference
+from kernels import cpu_drafts, cpu_rows, reference
 from kernels._load import Gpu, gpu_of, load
 from kernels.reference import request_table as reference_table
 from kernels.request_state import RequestState
@@ -186,3 +186,10 @@ def sample(
     rows = torch.arange(count + 1, dtype=torch.int32, device=device)
     requests = Requests(num_tokens=positions.int(), params=params, vocab_size=logits.shape[1])
     return _choose(logits, requests, rows[:-1], rows, None, is_processed=True)[0]
+
+
+def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, V] -> the place of the greatest [R] int32, as `argmax` has it, and what softmax gives it [R] float32; NaN where a logit is NaN or +inf."""
+    if cpu_rows.is_usable(logits):
+        return cpu_drafts.likeliest(logits)
+    return reference.argmax(logits).int(), (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_()

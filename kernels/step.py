@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels import cpu_drafts
 from kernels._load import Kernel, load
 from kernels.reference import step as reference
 from kernels.request_state import RequestState
@@ -145,7 +146,8 @@ def append_draft(
     if is_skipped is not None:
         _check("is_skipped", is_skipped, (sizes.batch,))
     if not packed.is_cuda:
-        reference.append_draft(packed, seq_lens, table, fields, chosen, page_table, sizes, step, is_skipped)
+        append = cpu_drafts.append_draft if cpu_drafts.is_usable() else reference.append_draft
+        append(packed, seq_lens, table, fields, chosen, page_table, sizes, step, is_skipped)
         return
     skipped = 0 if is_skipped is None else is_skipped
     _kernel(packed, "append_draft")((1, 1), (THREADS, 1, 1), packed, seq_lens, table.arguments, fields, chosen, skipped, page_table, sizes, step)

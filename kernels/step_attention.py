@@ -18,12 +18,14 @@ from kernels import latent_attention as latents
 from kernels._load import gpu_of
 from kernels.attention import Heads
 from kernels.cache_scales import CacheScales, attend_scaled, check_scales
+from kernels.cpu_step_attention import CpuStepAttention
 from kernels.latent import head_linear
 from kernels.plain_attention import PlainAttention
 from kernels.prompt_attention import PromptAttention
 from kernels.structs import MAX_DEPTH
 
 if TYPE_CHECKING:
+    from kernels.cpu_attention import CpuRows
     from kernels.split_attention import SplitAttention
 
 MAX_SHORT_QUERIES = 17
@@ -77,8 +79,7 @@ class StepAttention:
     _plain: PlainAttention | None = field(default=None, init=False)
     """Of rows that decode, for what the kernel does not compute."""
     _prompts: PromptAttention | None = field(default=None, init=False)
-    _rows: reference.AttentionPlan | None = field(default=None, init=False)
-    """On CPU, of all rows."""
+    _on_cpu: CpuStepAttention | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         batch, prompts = len(self.seq_lens), self.num_prompts
@@ -94,7 +95,11 @@ class StepAttention:
         ):
             if tensor.shape != (length,) or tensor.dtype != torch.int32:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; must be int32 [{length}]")
-        if self.seq_lens.device.type != "cuda" or batch == prompts:
+        if self.seq_lens.device.type != "cuda":
+            tensors = (self.cu_query_lens, self.seq_lens, self.request_indices, self.page_table)
+            self._on_cpu = CpuStepAttention(*tensors, self.page_size, self.heads, self.dtype, self.seen, is_e4m3=self.is_e4m3)
+            return
+        if batch == prompts:
             return
         lists = (self.cu_query_lens[prompts:], self.seq_lens[prompts:], self.request_indices[prompts:])
         self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len, self.seen)
@@ -161,11 +166,16 @@ class StepAttention:
             self._kinds[window, cap] = plan
         return self._kinds[window, cap]
 
+    @property
+    def compiled_rows(self) -> CpuRows | None:
+        """On CPU, where a compiled kernel computes all rows, as of the last refresh()."""
+        return None if self._on_cpu is None else self._on_cpu.compiled_rows
+
     def refresh(self) -> None:
         """Plans anew, from the lengths that the tensors hold now."""
         prompts = self.num_prompts
-        if self.seq_lens.device.type != "cuda":
-            self._rows = self._plan_rows()
+        if self._on_cpu is not None:
+            self._on_cpu.refresh()
             return
         if self._plain is not None:
             self._plain.refresh()
@@ -199,10 +209,9 @@ class StepAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `append_attention`."""
-        first, rows, prompts = self._first, self._rows, self._prompts
-        if rows is not None:
-            made = attend_scaled(lambda q: reference.append_attention(q, key_pages, value_pages, rows, window, cap), query, scales)
-            return made if out is None else out.copy_(made)
+        if self._on_cpu is not None:
+            return self._on_cpu.attend(query, key_pages, value_pages, window, cap, scales, out)
+        first, prompts = self._first, self._prompts
         if not first:
             return self._decode(query, key_pages, value_pages, window, cap, scales, out)
         assert prompts is not None, "refresh() comes first"
@@ -252,10 +261,9 @@ class StepAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `latent_attention`."""
-        still, rows, prompts = key_up.shape[1], self._rows, self._prompts
-        if rows is not None:
-            made = attend_scaled(lambda q: reference.latent_attention(q, pages, rows, key_up, value_up, scale), query, scales, still)
-            return made if out is None else out.copy_(made)
+        still, prompts = key_up.shape[1], self._prompts
+        if self._on_cpu is not None:
+            return self._on_cpu.attend_latents(query, pages, key_up, value_up, scale, scales, out)
         if not self.heads.latent_rank:
             raise ValueError("attention over latents needs heads with latent_rank; this step is planned for keys and values")
         first = self._first
@@ -296,17 +304,6 @@ class StepAttention:
             return plain.attend_latents(absorbed, pages, rank, self._first, scale)
 
         return head_linear(attend_scaled(attend, query, scales, still), value_up)
-
-    def _plan_rows(self) -> reference.AttentionPlan:
-        """The twin's plan of all rows."""
-        starts, lens, indices = (t.tolist() for t in (self.cu_query_lens, self.seq_lens, self.request_indices))
-        table = self.page_table.numpy()
-        active = [b for b in range(len(lens)) if starts[b + 1] > starts[b]]
-        pages = [table[indices[b], : -(-lens[b] // self.page_size)] for b in active]
-        query_lens = [starts[b + 1] - starts[b] for b in active]
-        num_groups = self.heads.num_query // self.heads.num_kv
-        seen = None if self.seen is None else self.seen.numpy()  # of active requests, as the others have no rows
-        return reference.plan_attention(query_lens, [lens[b] for b in active], pages, self.page_size, num_groups, self.dtype, seen=seen)
 
 
 def plan_attention(

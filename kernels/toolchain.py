@@ -1,4 +1,4 @@
-"""CUDA's compiler on this machine. No torch: the launcher looks for it too."""
+"""Compilers on this machine: CUDA's, and one for C++. No torch: the launcher looks for them too."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def find_nvcc() -> str:
         "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler (pip install -e '.[gpu]' in the project's folder), "
         "or use --device cpu"
     )
+
+
+def find_cxx() -> str:
+    """Path of a C++ compiler that takes g++'s options: the one that CXX names, or g++, or clang++. Raises KernelError when there is none."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise KernelError("no C++ compiler on PATH, and CXX names none: install one (apt-get install g++)")

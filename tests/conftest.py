@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import settings
 
 from backend import SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.group import CHECK_ENDS_VARIABLE
 from backend.parallel.ranks import Ranks
+from backend.quantization.dense import PackedLinear, PanelLinear
 from backend.step import worker
 from backend.step.tensors import StepShape
 from deploy.demo import running_gateway
+from kernels import cpu_attention
 from tests.servers import RunningServer, ServerPool, serve
 from tests.small import LLM, SMALL_MODEL
 from tests.triton_stand_in import adapter  # noqa: F401 -- a fixture
@@ -219,8 +222,8 @@ def hf_model():
 
 @pytest.fixture(scope="session")
 def llm_plain() -> LLM:
-    """One engine that knows nothing of drafters, nor of prefixes."""
-    return LLM(enable_prefix_caching=False)
+    """One engine that knows nothing of drafters, nor of prefixes. What a grammar forces is drafted, whatever the clock says that it is worth."""
+    return LLM(speculative_config={"method": "none", "adaptive": False}, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="session")
@@ -280,3 +283,21 @@ def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "foretoken"
+
+
+@pytest.fixture
+def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and attention sum in float64, and round to the model's float32: a row's do not depend on the rows beside it."""
+    for layout in (PanelLinear, PackedLinear):  # whose products go by other names
+        monkeypatch.setattr(layout, "is_usable", staticmethod(lambda weight: False))
+    monkeypatch.setattr(cpu_attention, "is_usable", lambda size, dtype: False)
+    linear, attention, matmul = F.linear, F.scaled_dot_product_attention, torch.Tensor.__matmul__
+
+    def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        return attention(q.double(), k.double(), v.double(), attn_mask=attn_mask.double(), **options).to(q.dtype)
+
+    monkeypatch.setattr(
+        F, "linear", lambda x, weight, bias=None: linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+    )
+    monkeypatch.setattr(F, "scaled_dot_product_attention", exact_attention)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: matmul(x.double(), y.double()).to(x.dtype))

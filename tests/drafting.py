@@ -22,17 +22,21 @@ def serve(folder: Path, options: dict[str, Any] | None = None, **speculative: An
 
 
 def watched(llm: LLM) -> list[torch.Tensor]:
-    """Logits of drafts, as the drafter makes them."""
+    """Logits of drafts, as the step has them of its drafter."""
     seen: list[torch.Tensor] = []
-    drafter = llm.engine.worker.drafter
-    assert drafter is not None
-    own: Callable[..., torch.Tensor] = drafter.logits
+    drafting = llm.engine.worker.program.drafting
+    own: Callable[..., torch.Tensor] = drafting._logits
 
     def logits(*arguments: Any) -> torch.Tensor:
         seen.append(own(*arguments).clone())
         return seen[-1]
 
-    drafter.logits = logits  # type: ignore[method-assign]
+    def chain(step: Any, states: list[torch.Tensor], outputs: Any) -> None:
+        """Draft by draft: recorded whole, as `test_tapes` has it, nobody sees them."""
+        drafting.plan_drafts(step)
+        drafting._chain(step, states, None, outputs, is_likeliest=True)
+
+    drafting._logits, drafting._chain_recorded = logits, chain  # type: ignore[method-assign]
     return seen
 
 

@@ -176,7 +176,7 @@ def check_case(case: Case, model: Any, folder: Path, cases: Sequence[Case]) -> N
 
 def edited(folder: Path, target: Path, **values: Any) -> Path:
     """A copy whose config.json has these values; `...` takes a key away."""
-    shutil.copytree(folder, target)
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__"))
     config = json.loads((target / "config.json").read_text()) | values
     (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
     return target

@@ -119,25 +119,35 @@ class RunningServer:
                 total += float(match[2])
         return total
 
+    def metric_at_rest(self, name: str, **labels: str) -> float:
+        """A metric while the engine is held, once it stands still: what was told before that may be published a second later on a busy machine."""
+        seen, same = self.metric(name, **labels), 0
+        while same < 10:
+            time.sleep(0.1)
+            now = self.metric(name, **labels)
+            seen, same = now, same + 1 if now == seen else 0
+        return seen
+
     def is_idle(self) -> bool:
         return self.metric("foretoken_requests_running") == 0 == self.metric("foretoken_kv_pages_held")
 
     @contextlib.contextmanager
     def cancels(self, count: int = 1) -> Iterator[None]:
         """So many completions that begin within are cancelled, not answered to their end, and their pages come back: by the server's own counts,
-        for how long it took says as much of the machine."""
+        for how long it took says as much of the machine. They are slowed, so that a cancel that comes late finds them open."""
         read = lambda: self.metric("foretoken_requests_finished_total", finish_reason="cancelled")  # noqa: E731
         assert wait_until(self.is_idle), "others' requests go on"
         before = read()
-        yield
-        assert wait_until(lambda: read() - before >= count), f"{read() - before:.0f} were cancelled"
+        with self.slowed():
+            yield
+            assert wait_until(lambda: read() - before >= count), f"{read() - before:.0f} were cancelled"
         assert wait_until(self.is_idle), "pages are held"
 
     @contextlib.contextmanager
     def held_amid(self, count: int) -> Iterator[None]:
         """The engine stands still once so many completions have some tokens, and are far from their end: however long a browser takes.
 
-        Within `slowed`, from before they are asked for until all is counted: counts and cancels come late on a busy machine, tokens do not."""
+        Within `cancels` or `slowed`, from before they are asked for: counts come late on a busy machine, tokens do not."""
         assert wait_until(lambda: self.metric("foretoken_requests_running") == count), "other requests run"
         begun = self.metric("foretoken_steps_total")
         assert wait_until(lambda: self.metric("foretoken_steps_total") >= begun + 20), "no step is taken"
@@ -146,17 +156,22 @@ class RunningServer:
 
     @contextlib.contextmanager
     def slowed(self) -> Iterator[None]:
-        """The process that computes gets a tenth of the time, and none while it is held."""
-        pid, is_over = self.engine_pid, threading.Event()
+        """The processes that compute get a tenth of the time, and none while they are held: what is asked for within is not over before the test has
+        done with it what it means to, however quick the machine and slow the test. Not for tests that stop such a process themselves."""
+        pids, is_over = self._engine_pids(), threading.Event()
+
+        def send(number: int) -> None:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
         def pace() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                while not is_over.wait(0.09):
-                    with self._pace:
-                        os.kill(pid, signal.SIGCONT)
-                        time.sleep(0.01)
-                        os.kill(pid, signal.SIGSTOP)
-                os.kill(pid, signal.SIGCONT)
+            while not is_over.wait(0.09):
+                with self._pace:
+                    send(signal.SIGCONT)
+                    time.sleep(0.01)
+                    send(signal.SIGSTOP)
+            send(signal.SIGCONT)
 
         thread = threading.Thread(target=pace)
         thread.start()
@@ -181,9 +196,14 @@ class RunningServer:
     @property
     def engine_pid(self) -> int:
         """Of the process that computes."""
-        (pid,) = (find_engine(stub.pid) for stub in find_stubs(self.pid) if stub.model == "decode")
-        assert pid is not None
+        (pid,) = self._engine_pids()
         return pid
+
+    def _engine_pids(self) -> list[int]:
+        """Of each instance."""
+        pids = [pid for stub in find_stubs(self.pid) if stub.model == "decode" if (pid := find_engine(stub.pid)) is not None]
+        assert pids
+        return pids
 
 
 @contextlib.contextmanager

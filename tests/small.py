@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import backend
-from deploy.launcher import DEFAULT_SPECULATION
 
+DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
+"""Of its servers: there is no eagle3 for it."""
 SMALL_MODEL, SMALL_DRAFTER = Path(__file__).parent / "small_model", Path(__file__).parent / "small_drafter"
 
 

@@ -156,13 +156,16 @@ class Stream:
 
 
 def open_streams(server: RunningServer, gateway: Gateway | None = None, **values) -> list[Stream]:
-    """Two of gRPC, two of HTTP, to decode and to the ensemble, and one through the gateway; all have begun."""
+    """Two of gRPC, two of HTTP, to decode and to the ensemble, and one through the gateway; all have begun, and none is far.
+
+    Where they have to last for longer than it takes to send a signal, within the server's `slowed`."""
     clients: list[Client | HttpClient | Gateway] = [gateway] if gateway is not None else []
     for model in ("decode", "generate"):
         clients += [Client(server.grpc, model=model), HttpClient(server.http, model=model)]
-    streams = [Stream(client, {**LONG, **values}) for client in clients]
-    for stream in streams:
-        assert stream.has_begun.wait(30) and stream.error is None, stream.error
+    with server.slowed():
+        streams = [Stream(client, {**LONG, **values}) for client in clients]
+        for stream in streams:
+            assert stream.has_begun.wait(30) and stream.error is None, stream.error
     return streams
 
 

@@ -289,6 +289,15 @@ def test_good_drafts_are_not_held_against_the_speed_that_they_brought() -> None:
     assert verified[30:].count(12) >= 0.97 * len(verified[30:]), "but for trials"
 
 
+def test_a_step_that_is_the_first_of_its_kind_says_nothing_of_times() -> None:
+    budget = DraftBudget(lambda request: Ability("mtp", STEPS, has_host=True), is_exact=True)
+    ((request, _),) = make_requests(1, num_speculative_tokens=4)
+    for seconds, is_first in ((9.0, True), (1e-3, False), (9.0, True), (9.0, True)):
+        budget.begin([request])
+        budget.observe([], [], StepSeen(1, 1, 2, seconds, 0.0, num_model=0, num_asked=0, is_first=is_first))
+    assert budget._costs.verify(1) == pytest.approx(1e-3)
+
+
 def test_fixed_counts_do_not_ask_a_model_whose_drafts_are_left_aside() -> None:
     """While a lookup of the host promises more at every step; the model is tried now and then, and asked again when the lookup finds nothing."""
     budget = DraftBudget(lambda request: Ability("mtp", STEPS, has_host=True), is_exact=True)

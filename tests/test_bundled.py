@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from backend import LLM
-from backend.config import BUNDLED_MODEL
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.steps import Row, Steps, make_worker
 from training.evaluate import file_bits
@@ -112,7 +112,9 @@ def test_completions_look_like_python(llm_ngram):
     assert parsed >= len(heads) - 1
 
 
-@pytest.mark.parametrize("name", ["README.md", "loss_curve.svg", "loss_curve.jsonl", "mtp_loss_curve.jsonl", "packages.txt"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "loss_curve.svg", "loss_curve.jsonl", "mtp_loss_curve.jsonl", "eagle3_loss_curve.jsonl", "packages.txt"]
+)
 def test_the_card_is_there(root, name):
     assert (root / "training" / name).stat().st_size > 500
 
@@ -127,14 +129,22 @@ def test_cross_entropy_of_the_card(llm_ngram, hf_model):
     assert 1.0 < sum(losses) / len(losses) < 2.4
 
 
-def test_the_drafter_is_small(root):
-    assert (root / "model_repository/standalone/mtp_drafter/1/model.safetensors").stat().st_size <= 6 * 2**20
+@pytest.mark.parametrize("folder", [BUNDLED_DRAFTER, DEFAULT_DRAFTER], ids=["mtp", "eagle3"])
+def test_the_drafters_are_small(folder):
+    assert (folder / "model.safetensors").stat().st_size <= 6 * 2**20
 
 
-def test_the_drafter_is_as_good_as_its_card_says(llm_all):
-    """Greedy, three steps, after code of the standard library that neither model has seen (the card's figures are of more, and longer, answers)."""
-    outputs = [r.outputs[0] for r in llm_all.generate(code_prompts(32, (200, 1600), seed=11), greedy(160), use_tqdm=False)]
+def judge_drafts(llm: LLM) -> tuple[float, float]:
+    """How many first drafts stand, and tokens a step: greedy, three drafts, after code of the standard library that no model has seen (the cards'
+    figures are of more, and longer, answers)."""
+    outputs = [r.outputs[0] for r in llm.generate(code_prompts(32, (200, 1600), seed=11), greedy(160), use_tqdm=False)]
     drafts = sum(o.stats.drafts for o in outputs)
-    first = sum(o.stats.accepted_per_position[0] for o in outputs) / drafts
-    length = 1 + sum(o.stats.accepted for o in outputs) / drafts
-    assert first >= 0.75 and length >= 2.6
+    return sum(o.stats.accepted_per_position[0] for o in outputs) / drafts, 1 + sum(o.stats.accepted for o in outputs) / drafts
+
+
+def test_the_drafters_are_as_good_as_their_cards_say(llm_all):
+    first, length = judge_drafts(llm_all)
+    assert first >= 0.75 and length >= 2.6, (first, length)
+    own = {"method": "eagle3", "model": str(DEFAULT_DRAFTER), "num_model_steps": 3, "num_speculative_tokens": 3, "adaptive": False}
+    better, longer = judge_drafts(LLM(speculative_config=own))
+    assert better > first + 0.02 and longer > length + 0.05, "the default's is the better one"

@@ -529,6 +529,14 @@ def test_a_file_that_cannot_be_read_is_said_at_once(state: Path, tmp_path: Path,
     assert message.format(**places) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("address", ["localhost", "http://127.0.0.1:8001", "127.0.0.1:0", ":8001", ""])
+def test_an_address_without_a_port(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC would ask port 443."""
+    with pytest.raises(SystemExit) as caught:
+        main(["complete", f"--url={address}", "x"])
+    assert caught.value.code == 2 and f"argument --url: {address!r} is no HOST:PORT" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["complete", "x"], ["inspect", str(BUNDLED_MODEL)]])
 def test_output_that_nobody_takes(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`| head` is no error, a full disk is one, and neither is a traceback: of what is printed piece by piece, and of what is kept until the end."""

@@ -33,17 +33,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend import LLM
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, ParallelConfig, parse_bytes
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER, REPOSITORY, EngineConfig, ParallelConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
 from backend.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
 from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs
 from deploy import launcher, options, rendering, server
+from deploy.bundled import DEFAULT_SPECULATION
 from deploy.cli import main, make_parser
 from deploy.server import LaunchError
 from deploy.supervision import processes
 from tests.conftest import fake_server
+from tests.small import SMALL_MODEL
 
 NAN, INF = math.nan, math.inf
 HUGE = 10**400  # an integer that no float can hold
@@ -985,6 +987,7 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"hang_seconds": 0.5}, "hang_seconds must be from 1 to 3600, got 0.5"),
         ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
         ({"drain_seconds": -1}, "drain_seconds must be 0 or more, got -1"),
+        ({"port": 8080, "served_model_name": ["a", " "]}, r"served_model_name must be a name, or names, that have characters, got \('a', ' '\)"),
         ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
         ({"metrics_host": "10.0.0.1"}, r"metrics_host must be host \(127\.0\.0\.1\), 0\.0\.0\.0 or ::, got '10\.0\.0\.1'"),
         ({"cors_origins": ["x"]}, "cors_origins is an option of OpenAI's interface, which runs with port: add --port 8080"),
@@ -1602,7 +1605,7 @@ def test_dry_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(part.endswith("/bin/tritonserver") for part in command)
     assert {f"--model-repository={repository}", "--http-port=9100", "--grpc-port=8001"} <= set(command)
     parameters = parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))
-    speculative = {**launcher.DEFAULT_SPECULATION, "model": str(BUNDLED_DRAFTER)}
+    speculative = DEFAULT_SPECULATION
     assert json.loads(parameters.pop("speculative_config")) == speculative, "the bundled model's default"
     assert parameters == {"max_batch_size": "4", "model": str(BUNDLED_MODEL)}
     assert not (repository / "mtp_drafter").exists()
@@ -1623,14 +1626,17 @@ def test_dry_run_in_a_bare_environment(tmp_path: Path, environment: dict[str, st
 @pytest.mark.parametrize(("role", "name"), [("mixed", "decode"), ("prefill", "prefill"), ("decode", "decode")])
 def test_checked_in_repositories_have_the_launchers_defaults(state: Path, role: str, name: str) -> None:
     """Every key: the folders are the same too. The standalone one asks its own mtp_drafter."""
-    assert main(["serve", "--dry-run", *(() if role == "mixed" else ("--role", role))]) == 0
+    is_standalone = role == "mixed"
+    bls = json.dumps({"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5, "placement": "bls"})
+    assert main(["serve", "--dry-run", *((f"--speculative-config={bls}",) if is_standalone else ("--role", role))]) == 0
 
-    def config_of(folder: Path, **others: Any) -> EngineConfig:
+    def config_of(folder: Path) -> EngineConfig:
         found = {key: read_value(text) for key, text in parameters_of(read_pbtxt(folder / name / "config.pbtxt")).items()}
-        speculative = {**found.pop("speculative_config"), **others}
+        speculative = found.pop("speculative_config")
         paths = {"model": found.pop("model", "."), "drafter": speculative.pop("model", "../../mtp_drafter/1")}
-        assert [(folder / name / "1" / path).resolve() for path in paths.values()] == [BUNDLED_MODEL.resolve(), BUNDLED_DRAFTER.resolve()]
-        return EngineConfig.from_dict({**found, "speculative_config": speculative})
+        drafter = BUNDLED_DRAFTER if is_standalone else DEFAULT_DRAFTER
+        assert [(folder / name / "1" / path).resolve() for path in paths.values()] == [BUNDLED_MODEL.resolve(), drafter.resolve()]
+        return EngineConfig.from_dict({**found, "speculative_config": {**speculative, "model": str(drafter)}})
 
     def read_value(text: str) -> Any:
         try:
@@ -1638,11 +1644,35 @@ def test_checked_in_repositories_have_the_launchers_defaults(state: Path, role: 
         except json.JSONDecodeError:
             return text
 
-    checked_in = rendering.REPOSITORIES / ("standalone" if role == "mixed" else role)
-    rendered = config_of(state / "repository-8000", **({"placement": "bls"} if role == "mixed" else {}))
+    checked_in = rendering.REPOSITORIES / ("standalone" if is_standalone else role)
+    rendered = config_of(state / "repository-8000")
     assert config_of(checked_in) == rendered
     drafter = parameters_of(read_pbtxt(checked_in / "mtp_drafter" / "config.pbtxt"))
-    assert int(drafter["num_model_steps"]) == rendered.speculative_config.num_model_steps
+    assert not is_standalone or int(drafter["num_model_steps"]) == rendered.speculative_config.num_model_steps
+
+
+@pytest.mark.parametrize(
+    ("speculative", "folder"),
+    [
+        ({"method": "eagle3", "num_speculative_tokens": 2}, DEFAULT_DRAFTER),
+        ({"speculative_algorithm": "eagle3", "speculative_num_steps": 2}, DEFAULT_DRAFTER),
+        ({"method": "suffix", "request_methods": ["eagle3"]}, DEFAULT_DRAFTER),
+        ({"method": "eagle3", "draft_model_name_or_path": str(BUNDLED_DRAFTER)}, None),
+        ({"method": "mtp"}, BUNDLED_DRAFTER),
+    ],
+)
+def test_the_bundled_model_has_its_drafters_at_hand(
+    speculative: dict[str, Any], folder: Path | None, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for who names another; None: that is refused."""
+    status = main(["serve", "--dry-run", f"--speculative-config={json.dumps(speculative)}"])
+    if folder is None:
+        assert status == 2 and "foretoken serve: " in capsys.readouterr().err
+        return
+    assert status == 0
+    found = json.loads(parameters_of(read_pbtxt(state / "repository-8000" / "decode" / "config.pbtxt"))["speculative_config"])
+    assert found["model"] == str(folder)
+    assert main(["serve", "--dry-run", "--model", str(SMALL_MODEL), "--speculative-config", '{"method": "eagle3"}']) == 2
 
 
 def test_dry_run_with_a_drafter_of_its_own(state: Path) -> None:

@@ -14,9 +14,10 @@ import torch
 
 import backend
 from backend import devices
-from backend.config import EngineConfig
+from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.devices import pick_device, pick_dtype
 from backend.errors import ConfigError
+from backend.models.loading import load_model
 from backend.parallel.ranks import Ranks
 from backend.rank_hello import device_of_rank
 from kernels._cpus import count_cpus
@@ -209,6 +210,36 @@ def test_threads_are_those_that_may_run(monkeypatch: pytest.MonkeyPatch, values:
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("values", "num_weights", "least"),
+    [
+        ({}, 0, 8),
+        ({}, 9_630_720, 8),
+        ({}, 20_000_000, 4),
+        ({}, 135_000_000, 1),
+        ({"single_thread_tokens": 3}, 10**9, 3),
+        ({"single_thread_tokens": 0}, 9, 0),
+    ],
+    ids=str,
+)
+def test_which_steps_run_on_one_thread(values: dict, num_weights: int, least: int) -> None:
+    """Fewer tokens are a long step of a larger model."""
+    threads, before = devices.threads_for(config(num_threads=2, **values), num_weights), torch.get_num_threads()
+    for tokens in range(12):
+        with threads(tokens):
+            assert torch.get_num_threads() == (2 if tokens >= least else 1)
+    assert torch.get_num_threads() == before
+
+
+def test_weights_that_tokens_are_multiplied_with() -> None:
+    """The bundled model's, of whole and of split projections: 20 layers, and the head, which is its embedding."""
+    layer = (256 + 2 * 128) * 192 + 192 * 256 + 3 * 512 * 192
+    for size in (1, 2):
+        own = Ranks(0, size)
+        model = load_model(BUNDLED_MODEL, torch.float32, torch.device("cpu"), own)
+        assert model.num_multiplied == (20 * layer + 4096 * 192) // size
 
 
 @pytest.mark.parametrize(

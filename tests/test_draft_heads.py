@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
+from backend.speculative_config import SpeculativeConfig
+from deploy import launcher
 from tests.drafting import NUM_DRAFTS, check_drafts, check_static, check_tokens, check_tree_tokens, serve
 from tests.families import Case, edited, make_model
 
@@ -241,10 +243,27 @@ def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_f
 
 
 @pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
-def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+def test_drafts_are_those_of_the_formulas(
+    policy: str, drafter: tuple[Drafter, Path], target: tuple[Any, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     own, folder = drafter
     check_drafter_folder(own.kind.method, folder, target[1])
+    assert "of which config.json does not speak" not in caplog.text, "no config.json of heads speaks of biases"
     check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_as_many_drafts_are_known_before_loading_as_are_loaded(load_format: str, drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    """But of Medusa's archives, whose heads are counted: those of config.json are made up where weights are."""
+    own, folder = drafter
+    if load_format == "dummy" and own.kind.config.get("truncated_vocab_size"):
+        pytest.skip("a list of tokens that is made up names one token many times, and is refused")
+    most = check_drafter_folder(own.kind.method, folder, target[1], has_weights=load_format != "dummy")
+    llm = serve(target[1], {"load_format": load_format}, method=own.kind.method, model=str(folder), num_speculative_tokens=2)
+    loaded = llm.engine.worker.drafter
+    assert loaded is not None
+    is_counted = own.kind is MEDUSA and load_format != "dummy"
+    assert most == (None if is_counted else loaded.max_drafts)
 
 
 @pytest.mark.parametrize("drafter", [KINDS[2], KINDS[6], KINDS[8]], ids=str, indirect=True)
@@ -272,6 +291,12 @@ def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> Non
         serve(target[1], method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
     with pytest.raises(ConfigError, match=r"num_model_steps is 5; the drafter in .* makes 4 drafts a step at most$"):
         serve(target[1], method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=8, num_model_steps=5)
+    read = next(kind for kind in KINDS if kind.method == "medusa" and not kind.file.endswith(".pt"))
+    make(read, tmp_path / "read", target[0])
+    with pytest.raises(ConfigError, match="makes 4 drafts a step at most"):  # before a server is started
+        launcher.check_drafter(SpeculativeConfig(method="medusa", model=str(tmp_path / "read"), num_speculative_tokens=5), target[1])
+    asked = SpeculativeConfig(method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=4)
+    assert launcher.check_drafter(asked, target[1]) == tmp_path / "drafter", "two heads by its config.json, four in the archive"
     llm = serve(target[1], method="medusa", model=str(tmp_path / "drafter"))
     (result,) = llm.generate(["x"], speculative={"num_speculative_tokens": 9}, use_tqdm=False)
     assert len(result.outputs[0].stats.accepted_per_position) == NUM_DRAFTS

@@ -33,11 +33,12 @@ def test_killed_under_load_and_started_again(tmp_path):
 
         async def load():
             async with AsyncClient(server.grpc) as client:
-                tasks = [asyncio.create_task(client.generate(f"x{i} = ", **LONG)) for i in range(12)]
-                await asyncio.sleep(1.5)
-                http, grpc = HttpClient(server.http).stream("y = ", **LONG), Client(server.grpc).stream("z = ", **LONG)
-                next(http), next(grpc)
-                os.killpg(server.process.pid, signal.SIGKILL)
+                with server.slowed():
+                    tasks = [asyncio.create_task(client.generate(f"x{i} = ", **LONG)) for i in range(12)]
+                    await asyncio.sleep(1.5)
+                    http, grpc = HttpClient(server.http).stream("y = ", **LONG), Client(server.grpc).stream("z = ", **LONG)
+                    next(http), next(grpc)
+                    os.killpg(server.process.pid, signal.SIGKILL)
                 results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
                 def rest():

@@ -399,8 +399,9 @@ def test_one_that_is_held_is_left_out_and_comes_back(three: Three) -> None:
 
 def test_one_that_is_killed_ends_its_streams_alone(three: Three) -> None:
     killed, others = three.servers[2], three.servers[:2]
-    with killed.slowed():  # its streams' ends are far when the others' have begun
-        lost, kept = three.hold_open(killed, max_tokens=1900), [stream for server in others for stream in three.hold_open(server)]
+    kept = [stream for server in others for stream in three.hold_open(server, max_tokens=1900)]
+    with killed.slowed():  # its stream's end is far when it has begun
+        lost = three.hold_open(killed, max_tokens=1900)
         os.killpg(killed.process.pid, signal.SIGKILL)
     for stream in lost:
         raw = read_rest(stream)

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_MODEL, EngineConfig
@@ -27,7 +26,6 @@ from backend.models.cache_scales import CALIBRATION_TOKENS, HEADROOM
 from backend.models.layers import ATTENTION
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.other_servers.translation import translate
-from backend.quantization.dense import PackedLinear, TransposedLinear
 from backend.step.worker import Worker
 from deploy.options import split_keys
 from kernels import code_check, ops, reference
@@ -53,23 +51,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, case in FAMILIES.items():
         make_model(case, made[name])
     return made
-
-
-@pytest.fixture
-def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products and attention sum in float64, and round to the model's float32: a row's do not depend on the rows beside it."""
-    for layout in (TransposedLinear, PackedLinear):  # whose products go by other names
-        monkeypatch.setattr(layout, "is_usable", staticmethod(lambda weight: False))
-    linear, attention, matmul = F.linear, F.scaled_dot_product_attention, torch.Tensor.__matmul__
-
-    def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
-        return attention(q.double(), k.double(), v.double(), attn_mask=attn_mask.double(), **options).to(q.dtype)
-
-    monkeypatch.setattr(
-        F, "linear", lambda x, weight, bias=None: linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
-    )
-    monkeypatch.setattr(F, "scaled_dot_product_attention", exact_attention)
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda x, y: matmul(x.double(), y.double()).to(x.dtype))
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------------------

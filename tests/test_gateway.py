@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -178,6 +179,32 @@ class TestCompletions:
         assert tokens[0] == "<|endoftext|>" and any(t.startswith("bytes:\\xf0") or t.startswith("bytes:\\x") for t in tokens), "part of a character"
         for token, offset in list(zip(tokens, offsets))[1:]:
             assert token.startswith("bytes:") or text[offset : offset + len(token)] == token
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_offsets_behind_half_a_character(self, api, address, stream):
+        half = json.loads(ask(address, "/tokenize", {"prompt": "x = 'é🙂"})[2])["tokens"][:-1]
+        answer = complete(api, half, logprobs=0, echo=True, stream=stream)
+        choices = [p.choices[0] for p in answer] if stream else answer.choices
+        text = "".join(c.text for c in choices)
+        tokens, offsets = ([v for c in choices for v in getattr(c.logprobs, k)] for k in ("tokens", "text_offset"))
+        assert text.startswith("x = 'é\ufffd") and tokens[len(half) - 1].startswith("bytes:") and not tokens[len(half)].startswith("bytes:")
+        for token, offset in list(zip(tokens, offsets, strict=True))[1:]:
+            assert token.startswith("bytes:") or text[offset : offset + len(token)] == token
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("skips", [True, False])
+    def test_offsets_behind_special_tokens(self, api, skips, stream):
+        """Which `ignore_eos` lets into an answer, and its text leaves out."""
+        sampling = {"logit_bias": {"0": 100, "318": 100}, "frequency_penalty": 2, "max_tokens": 16}  # now one of the two, now the other
+        extra = {"ignore_eos": True, "skip_special_tokens": skips}
+        answer = complete(api, logprobs=0, stream=stream, extra_body=extra, **sampling)
+        choices = [p.choices[0] for p in answer] if stream else answer.choices
+        text = "".join(c.text for c in choices)
+        tokens, offsets = ([v for c in choices for v in getattr(c.logprobs, k)] for k in ("tokens", "text_offset"))
+        assert "def" in tokens[tokens.index("<|endoftext|>") :] and ("<|endoftext|>" in text) != skips
+        for token, offset in zip(tokens, offsets, strict=True):
+            assert text.startswith("" if skips and token == "<|endoftext|>" else token, offset)
+        assert offsets[-1] <= len(text)
 
     @pytest.mark.parametrize("max_tokens", [0, 1])
     def test_prompts_are_scored_as_harnesses_ask(self, api, address, hf_model, max_tokens):
@@ -528,7 +555,8 @@ class TestOtherRoutes:
             with pytest.raises(GenerateError, match=f"give one of text_input, messages, input_ids; got {seen}"):
                 asyncio.run(ask_tokenizer(**values))
         answer = asyncio.run(ask_tokenizer(input_ids=[318, 297]))
-        assert answer == {"text_output": [b"def f"], "tokens": [b"def", b" f"]}
+        assert answer == {"text_output": [b"def f"], "tokens": [b"def", b" f"], "is_special": [False, False]}
+        assert asyncio.run(ask_tokenizer(input_ids=[0, 318]))["is_special"] == [True, False]
 
     def test_the_tokenizer_model_refuses_what_no_context_holds(self, server, address):
         status, _, body = ask(address, "/tokenize", {"prompt": "x" * 131_073})
@@ -792,10 +820,10 @@ class TestHangingUp:
             connection = send_request(address, {**LONG, "prompt": prompts, "stream": stream})
             assert wait_until(lambda: server.metric("foretoken_requests_running") == count and server.metric("foretoken_kv_pages_held") > 0)
             before = server.metric("foretoken_steps_total")
-            while server.metric("foretoken_steps_total") == before:  # one that was published just now, not 0.1 s ago
+            while server.metric("foretoken_steps_total") == before:  # counts are told with later ones: one that was told just now
                 pass
             with server.engine_held():
-                steps = server.metric("foretoken_steps_total")
+                steps = server.metric_at_rest("foretoken_steps_total")
                 connection.close()
                 assert wait_until(lambda: read_metric(address, "requests", status="499") == abandoned + 1)
                 # On the gateway's connection to the server this comes behind the cancellation.
@@ -920,6 +948,7 @@ class TestKeysAndOrigins:
     [
         ("--metrics-url=foo", "must be a URL such as http://127.0.0.1:8002/metrics, got 'foo'"),
         ("--metrics-url=127.0.0.1:8002", "must be a URL"),
+        ("--served-model-name=", "a model's name has characters, got ''"),
         ("--metrics-url=http://127.0.0.1:port/metrics", "must be a URL"),
         ("--cors-origin=pages.example", "must be SCHEME://HOST or SCHEME://HOST:PORT with nothing behind it, or *, got 'pages.example'"),
         ("--cors-origin=https://pages.example/", "must be SCHEME://HOST or SCHEME://HOST:PORT with nothing behind it"),
@@ -1056,8 +1085,10 @@ def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):
     with (
         gateway_in_this_process(server.grpc) as address,
         open_client(address) as api,
+        contextlib.ExitStack() as slowed,
         send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "n": 8}) as first,  # one after the other
     ):
+        slowed.enter_context(server.slowed())
         assert wait_until(lambda: server.metric("foretoken_requests_running") == 1)
         short = {"prompt": LOOPS, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         waiting = [send_request(address, {**short, **more}) for more in ({"stream": True}, {"stream": True, "timeout_ms": 4000}, {})]
@@ -1068,6 +1099,7 @@ def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):
         late = b"".join(iter(lambda: waiting[1].recv(65536), b""))
         assert late.startswith(b"HTTP/1.1 200") and b": keep-alive\n\n" in late and b'"code":"timeout"' in late and b"data: [DONE]" in late
         first.close()
+        slowed.close()
         expected = "".join(p.choices[0].text for p in streamed)
         raw, whole = (b"".join(iter(lambda s=s: s.recv(65536), b"")) for s in waiting[::2])
         comments, events = (held + raw).count(b": keep-alive\n\n"), [json.loads(e) for e in re.findall(rb"data: ({.*})\n\n", raw)]
@@ -1081,7 +1113,7 @@ def test_health_while_the_server_refuses(tmp_path):
         assert ask(address, "/health")[0] == 200
         folders = list(tmp_path.glob("repository-*/decode/1"))
         assert len(folders) == 1
-        with send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "n": 8}) as stream:
+        with server.slowed(), send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "n": 8}) as stream:  # so that it is not over first
             assert stream.recv(4096)
             (folders[0] / f"drain-{server.pid}").write_text("60")
             chunks, found = threading.Event(), []
@@ -1153,9 +1185,10 @@ def test_the_server_restarts_under_the_gateway(tmp_path):
         assert "127.0.0.1" not in str(caught.value), "where the server is, is nobody's business"
         with serve(tmp_path / "log", ports=ports) as server:
             assert wait_until(lambda: health() == 200)
-            streams = [send_request(address, {**LONG, "prompt": f"x{i} = ", "stream": i < 4}) for i in range(6)]
-            assert wait_until(lambda: server.metric("foretoken_requests_running") == 6)
-            os.killpg(server.process.pid, signal.SIGKILL)
+            with server.slowed():
+                streams = [send_request(address, {**LONG, "prompt": f"x{i} = ", "stream": i < 4}) for i in range(6)]
+                assert wait_until(lambda: server.metric("foretoken_requests_running") == 6)
+                os.killpg(server.process.pid, signal.SIGKILL)
             for i, stream in enumerate(streams):
                 raw = b"".join(iter(lambda s=stream: s.recv(65536), b""))
                 if i < 4 and b"200 OK" in raw:
@@ -1168,3 +1201,11 @@ def test_the_server_restarts_under_the_gateway(tmp_path):
             assert complete(api).usage.completion_tokens == 12
             with pytest.raises(openai.BadRequestError, match="this model has no chat template"):
                 converse(api)
+
+
+def test_the_interfaces_own_description_names_each_operation_once() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        operations = [operation for path in create_app(Settings("127.0.0.1:1")).openapi()["paths"].values() for operation in path.values()]
+    names = [operation["operationId"] for operation in operations]
+    assert len(names) == len(set(names)) > 10

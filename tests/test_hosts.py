@@ -133,10 +133,10 @@ def test_a_fault_is_told_and_mended(hosts: Hosts, fault: str) -> None:
     if "network" in fault and not hosts.other.cable:
         pytest.skip("this process may not make network namespaces")
     hosts.await_ready()
+    rank = find_rank(hosts.second)
     streams = [Stream(client, LONG) for client in (Client(hosts.first.server.grpc), HttpClient(hosts.first.server.http))]
     for stream in streams:
         assert stream.has_begun.wait(30) and stream.error is None, stream.error
-    rank = find_rank(hosts.second)
     since = time.monotonic()
     if "hangs" in fault:
         os.kill(rank, signal.SIGSTOP)

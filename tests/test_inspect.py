@@ -112,7 +112,8 @@ def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_methods_that_need_no_other_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those without weights, and mtp where its modules come with the model: bundled, in the checkpoint, in a file."""
     every = "ngram, suffix, token_recycling"
-    assert re.fullmatch(rf"{every}, mtp \(bundled, [\d.]+ million\)", inspect(capsys, BUNDLED_MODEL)["drafters"])
+    own = r"mtp \(bundled, [\d.]+ million\), eagle3 \(its folder drafter, the default\)"
+    assert re.fullmatch(f"{every}, {own}", inspect(capsys, BUNDLED_MODEL)["drafters"])
     make_model(Case("llama"), tmp_path / "model")
     assert inspect(capsys, tmp_path / "model")["drafters"] == every
     make_checkpoint(next(own for own in OWN if own.case.family == "glm4_moe"), folder := tmp_path / "own")

@@ -109,12 +109,18 @@ def assert_answered(streams: list[Stream]) -> None:
 def test_nothing_is_lost_while_a_process_is_held_for_a_moment(service: Service) -> None:
     before = service.server.counts()
     streams = service.open_streams(max_tokens=400)
-    for victim in (*MODELS, "engine", "tritonserver", "gateway", "supervisor"):
+
+    def hold(victim: str) -> None:
         pid = service.pid_of(victim)
         os.kill(pid, signal.SIGSTOP)
         time.sleep(HOLD_SECONDS)
         os.kill(pid, signal.SIGCONT)
-        time.sleep(0.2)
+
+    hold("engine")
+    with service.server.server.slowed():
+        for victim in (*MODELS, "tritonserver", "gateway", "supervisor"):
+            hold(victim)
+            time.sleep(0.2)
     assert_answered(streams)
     service.assert_well()
     assert service.server.counts() == before
@@ -151,11 +157,12 @@ def test_models_leave_sigterm_to_the_server(service: Service) -> None:
 
 def test_the_gateway_is_killed(service: Service) -> None:
     """Its clients' connections are closed, the server drops their requests, and those of others go on."""
-    theirs, *others = service.open_streams(max_tokens=200)
-    more = [Stream(service.gateway, {**theirs.values, "max_tokens": 1900}) for _ in range(3)]
-    assert all(stream.has_begun.wait(END_SECONDS) for stream in more)
-    service.process.kill()
-    service.process.wait()
+    with service.server.server.slowed():
+        theirs, *others = service.open_streams(max_tokens=200)
+        more = [Stream(service.gateway, {**theirs.values, "max_tokens": 1900}) for _ in range(3)]
+        assert all(stream.has_begun.wait(END_SECONDS) for stream in more)
+        service.process.kill()
+        service.process.wait()
     await_end([theirs, *more])
     assert all(stream.error is not None for stream in more)
     assert_answered(others)
@@ -168,13 +175,14 @@ def test_the_gateway_is_killed(service: Service) -> None:
 def test_tritonserver_goes(service: Service, how: signal.Signals) -> None:
     """By whomever: the supervisor starts it again, and the gateway finds it."""
     before = service.server.counts()
-    streams = service.open_streams()
-    os.kill(service.pid_of("tritonserver"), how)
-    if how == signal.SIGKILL:
-        assert_told(streams, time.monotonic())
-    else:  # it lets them go on for some seconds
-        await_end(streams)
-        assert all(stream.error is not None for stream in streams)
+    with service.server.server.slowed():
+        streams = service.open_streams()
+        os.kill(service.pid_of("tritonserver"), how)
+        if how == signal.SIGKILL:
+            assert_told(streams, time.monotonic())
+        else:  # it lets them go on for some seconds
+            await_end(streams)
+            assert all(stream.error is not None for stream in streams)
     wait_for(lambda: service.server.counts()["server"] == before["server"] + 1, "the news of it")
     service.assert_well()
 

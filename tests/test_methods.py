@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,11 +55,21 @@ def run(llm: LLM, asked: Sequence[Asked], batch: int = 1000) -> list:
         for number, one in enumerate(asked[begin : begin + batch]):
             results[number] = submit(llm, str(number), one)
         while llm.engine.step():
-            pass
+            wait_for_texts(llm)
         outputs += [results[number] for number in sorted(results)]
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.num_open == 0 == llm.engine.scheduler.pool.num_held
     return outputs
+
+
+def wait_for_texts(llm: LLM) -> None:
+    """Until suffix has all texts in its trees: on a busy machine a prompt may come after a step that would have drafts of it, and `rejection` draws
+    other tokens without them."""
+    suffix = llm.engine.drafters._suffix
+    deadline = time.monotonic() + 10
+    while suffix is not None and not suffix.is_idle:
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
 
 
 def submit(llm: LLM, request_id: str, asked: Asked):

@@ -259,12 +259,13 @@ def test_a_decode_node_that_is_killed(pair: Pair) -> None:
 
     threads = [threading.Thread(target=expect_error, args=(fresh(p),)) for p in PROMPTS]
     jobs = pair.prefill.metric("foretoken_pd_jobs_total")
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: pair.prefill.metric("foretoken_pd_jobs_total") > jobs, "a job")
-    os.kill(stub_of(pair.decode, "decode"), signal.SIGKILL)
-    for thread in threads:
-        thread.join()
+    with pair.decode.slowed():  # so that none of them has its answer first
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: pair.prefill.metric("foretoken_pd_jobs_total") > jobs, "a job")
+        os.kill(stub_of(pair.decode, "decode"), signal.SIGKILL)
+        for thread in threads:
+            thread.join()
     assert len(errors) == len(PROMPTS), "each open request ended with an error"
     wait_for(lambda: pair.prefill.metric("foretoken_kv_pages_held") == 0, "leases that end")
     pair.decode.wait_until_ready()

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from deploy.demo import free_ports, stop_server
-from deploy.launcher import DEFAULT_SPECULATION
 from deploy.load.answers import Answer, Answers, WrongAnswer
 from tests.conftest import ROOT
 from tests.servers import serve, wait_until
+from tests.small import DEFAULT_SPECULATION
 
 DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/foretoken.json").read_text())
 ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())

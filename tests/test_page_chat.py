@@ -119,7 +119,7 @@ def test_what_had_no_answer_before_a_reload_can_be_sent_again(page, server):
     page.get_by_label("Max tokens").fill("4")
     say(page, "read a file")
     page.get_by_label("Max tokens").fill("1500")
-    with server.slowed(), server.cancels(2):
+    with server.cancels(2):
         send(page, "and write it")
         with server.held_amid(2):
             expect(page.locator("#on .message.assistant").last.locator(".token").nth(5)).to_be_visible()
@@ -191,7 +191,7 @@ def test_numbers_that_a_browser_does_not_hold_are_sent_as_they_were_written(page
 
 def test_stopping_keeps_what_came(page, server):
     page.get_by_label("Max tokens").fill("1500")
-    with server.slowed(), server.cancels(2):
+    with server.cancels(2):
         send(page, "read a file")
         with server.held_amid(2):
             expect(page.locator("#on .message.assistant .token").nth(5)).to_be_visible()

@@ -16,8 +16,8 @@ from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import Linear, dense, make_linear, quantize
-from backend.quantization.dense import DenseLinear, PackedLinear, TransposedLinear
+from backend.quantization import make_linear, quantize
+from backend.quantization.dense import DenseLinear, PackedLinear
 from backend.quantization.experts import stack
 from backend.quantization.quantized_linear import QuantizedLinear
 from backend.quantization.schemes import BLOCK, GROUP
@@ -333,21 +333,12 @@ def test_interleaved_codes_are_the_same_weight() -> None:
     assert odd.interleave() is odd
 
 
-@pytest.mark.skipif(not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()), reason="torch without MKL or oneDNN")
-@pytest.mark.parametrize("is_intel", [False, True])
-def test_how_dense_weights_lie(is_intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "is_intel", lambda: is_intel)
-    few, many = torch.randn(1024, 512), torch.randn(1025, 512)
-    assert isinstance(make_linear(few), TransposedLinear) and isinstance(make_linear(many), TransposedLinear if is_intel else PackedLinear)
-
-
-@pytest.mark.parametrize("kind", [PackedLinear, TransposedLinear])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_layouts_of_dense_weights_are_one_product(kind: type[Linear], has_bias: bool) -> None:
-    """Whatever processor each is for."""
+def test_products_where_nothing_compiles(has_bias: bool) -> None:
+    """By oneDNN."""
     torch.manual_seed(0)
     weight, bias, norm = torch.randn(24, 13), torch.randn(24) if has_bias else None, torch.randn(13)
-    own, plain = kind(weight, bias), DenseLinear(weight, bias)  # type: ignore[call-arg]
+    own, plain = PackedLinear(weight, bias), DenseLinear(weight, bias)
     for rows in (0, 1, 3, 33):
         x, residual = torch.randn(rows, 13), torch.randn(rows, 24)
         for name, arguments in (("__call__", (x,)), ("after_norm", (x, norm, 1e-5)), ("gated_after_norm", (x, norm, 1e-5))):

@@ -45,6 +45,7 @@ def own_logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.usefixtures("exact_sums")
 def test_the_numbers_are_those_of_the_format(source: Path, tmp_path: Path, form: Format) -> None:
     stored, plain = write_checkpoints(source, form, tmp_path)
     assert_close(own_logits(stored), own_logits(plain))
@@ -59,6 +60,7 @@ MIXED: list[tuple[Case, Format]] = [
 
 
 @pytest.mark.parametrize(("case", "form"), MIXED, ids=str)
+@pytest.mark.usefixtures("exact_sums")
 def test_experts_latents_and_fused_projections(tmp_path: Path, case: Case, form: Format) -> None:
     make_model(case, tmp_path / "source")
     stored, plain = write_checkpoints(tmp_path / "source", form, tmp_path)
@@ -66,6 +68,7 @@ def test_experts_latents_and_fused_projections(tmp_path: Path, case: Case, form:
 
 
 @pytest.mark.parametrize("form", [FORMATS[9], FORMATS[13], INT4], ids=str)
+@pytest.mark.usefixtures("exact_sums")
 def test_some_experts_are_plain(tmp_path: Path, form: Format) -> None:
     """The first one's, as lists of what is left out may have it: numbers of 8 bits of the others would pass for weights without their scales."""
 
@@ -105,6 +108,7 @@ def test_a_strategy_that_is_not_named_is_that_of_the_group_size(size: int, strat
     assert layouts[0] is not None and layouts[0] == layouts[1]
 
 
+@pytest.mark.usefixtures("exact_sums")
 def test_rules_of_gptq(source: Path, tmp_path: Path) -> None:
     config = GPTQ | {"dynamic": {"-:.*k_proj": {}, r"+:.*\.1\..*": {"bits": 8, "group_size": 16}, ".*o_proj": {"group_size": -1}}}
 

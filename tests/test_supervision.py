@@ -544,9 +544,8 @@ def busiest_thread(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def engine_stopped(server: RunningServer, pid: int) -> Iterator[None]:
+def stopped(server: RunningServer, thread: int) -> Iterator[None]:
     """Stops the thread of an engine's process that steps, and no other, as a device that never answers would: Python's lock is not in its hands."""
-    thread = busiest_thread(pid)
     try:
         trace(PTRACE_SEIZE, thread)
     except OSError as error:
@@ -571,8 +570,10 @@ def test_the_engine_hangs_in_a_process_that_lives(supervised, gateway):
     """The process goes on taking requests and telling clients that it lives. The engine's silence is noticed, by the gateway's /health first."""
     server, before = supervised.server, supervised.counts()
     assert gateway.health() == 200
-    streams, said = open_streams(server, gateway), server.log.stat().st_size
-    with engine_stopped(server, server.engine_pid):
+    with server.slowed():
+        streams, said = open_streams(server, gateway), server.log.stat().st_size
+        thread = busiest_thread(server.engine_pid)
+    with stopped(server, thread):
         wait_for(lambda: gateway.health() == 503, "the news of it at the gateway", 10)
         wait_for(lambda: supervised.counts()["decode"] == before["decode"] + 1, "the news of it", 30)
         assert "it has answered nothing for 3 s" in supervised.health()[1]["models"]["decode"]["detail"]
@@ -660,24 +661,24 @@ def test_sigterm_drains(tmp_path):
     with start(tmp_path, "--drain-seconds=5", f"--speculative-config={json.dumps(speculative)}") as supervised:
         server = supervised.server
         Client(server.grpc).generate("x = ", **SHORT, speculative={"method": "suffix"})
-        long = open_streams(server)
-        short = open_streams(server, max_tokens=20)
         known = Client(server.grpc)
         regions = {s.region for s in find_stubs(supervised.pid)}
-        os.kill(supervised.server.process.pid, signal.SIGTERM)
-        wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining")
-        assert supervised.health()[0] == 503
-        wait_for(lambda: is_refused(known), "refusals")  # the model sees the drain a little later than the supervisor tells of it
-        for client in (known, Client(server.grpc, model="generate"), HttpClient(server.http)):
-            with pytest.raises(GenerateError, match="the server is shutting down"):
-                client.generate("y = ", **SHORT)
-        for stream in short:
-            stream.thread.join(30)
-            assert stream.error is None and stream.num_tokens == 20
-        for stream in long:
-            stream.thread.join(30)
-            assert "the server is shutting down, and the time for open requests is over" in str(stream.error)
-            assert 0 < stream.num_tokens < 1900
+        with server.slowed():
+            long, short = open_streams(server), open_streams(server, max_tokens=20)
+            os.kill(supervised.server.process.pid, signal.SIGTERM)
+            wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining")
+            assert supervised.health()[0] == 503
+            wait_for(lambda: is_refused(known), "refusals")  # the model sees the drain a little later than the supervisor tells of it
+            for client in (known, Client(server.grpc, model="generate"), HttpClient(server.http)):
+                with pytest.raises(GenerateError, match="the server is shutting down"):
+                    client.generate("y = ", **SHORT)
+            for stream in short:
+                stream.thread.join(30)
+                assert stream.error is None and stream.num_tokens == 20
+            for stream in long:
+                stream.thread.join(30)
+                assert "the server is shutting down, and the time for open requests is over" in str(stream.error)
+                assert 0 < stream.num_tokens < 1900
         assert server.process.wait(30) == 0
         assert path.is_file()
         assert not any(Path("/dev/shm", region).exists() for region in regions)
@@ -725,10 +726,11 @@ def test_the_end_of_another_server_is_not_this_ones(tmp_path):
             time.sleep(0.3)
             assert_serves(supervised.server)
         before = supervised.counts()
-        streams = open_streams(supervised.server)  # they keep the engine open, which refuses what is new
-        (version / f"drain-{supervised.pid}").write_text("1800")
-        wait_for(lambda: supervised.health()[0] == 503, "the news that it refuses", 20)
-        assert_told(streams, time.monotonic() + 10)
+        with supervised.server.slowed():
+            streams = open_streams(supervised.server)  # they keep the engine open, which refuses what is new
+            (version / f"drain-{supervised.pid}").write_text("1800")
+            wait_for(lambda: supervised.health()[0] == 503, "the news that it refuses", 20)
+            assert_told(streams, time.monotonic() + 10)
         supervised.await_ready()
         assert supervised.counts()["server"] == before["server"] + 1
         assert_serves(supervised.server)
@@ -752,9 +754,10 @@ def test_a_server_that_grows_is_drained_and_started_again(tmp_path):
     with start(tmp_path, f"--max-server-memory={limit}", "--drain-seconds=60") as supervised:
         before, generation = supervised.counts(), supervised.pid
         assert 0 < supervised.health()[1]["server_memory"] < limit
-        answers = open_streams(supervised.server, max_tokens=300)
-        with held_upload(supervised.server.http, limit + 2**26):
-            wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining", 20)
+        with supervised.server.slowed():
+            answers = open_streams(supervised.server, max_tokens=300)
+            with held_upload(supervised.server.http, limit + 2**26):
+                wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining", 20)
         for answer in answers:
             answer.thread.join(100)
             assert answer.error is None and answer.num_tokens == 300
@@ -778,12 +781,13 @@ def test_giving_up_ends_with_an_error_and_leaves_nothing(tmp_path):
 
 def test_a_second_signal_ends_it_at_once(supervised):
     """The last of this file: it ends the server that the others share."""
-    streams = open_streams(supervised.server)
     pid, process = supervised.pid, supervised.server.process
-    process.send_signal(signal.SIGINT)
-    wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining")
-    time.sleep(0.5)
-    assert process.poll() is None, "open requests go on"
+    with supervised.server.slowed():
+        streams = open_streams(supervised.server)
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining")
+        time.sleep(0.5)
+        assert process.poll() is None, "open requests go on"
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 128 + signal.SIGINT
     wait_for(lambda: not is_running(pid), "the server's end")

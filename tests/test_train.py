@@ -68,7 +68,7 @@ def flags(folder: Path, text: Path, out: Path, *more: object, kind: str = "mtp",
     if kind in BLOCKS:
         values = {key: value for key, value in values.items() if key != "drafts"} | BLOCKS[kind]
     values |= {k.replace("_", "-"): v for k, v in options.items()}
-    own = [f"--{key}={value}" for key, value in values.items()]
+    own = [f"--{key}={value}" for key, value in values.items() if value is not None]
     return ["train", kind, "--model", str(folder), "--data", str(text), "--out", str(out), *own, *map(str, more)]
 
 
@@ -97,6 +97,47 @@ def test_the_loss_goes_down_and_the_end_is_a_report(
     assert len(report["acceptance"]) == 3 and report["accepted_length"] >= 1 and set(report["tokens_per_second"]) == {"none", "mtp"}
     assert "acceptance by position" in captured.err
     check_drafter_folder("mtp", out, folder)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [([0.1], 5 + 200), ([0.1] * 25 + [0.2], 5 + 133), ([3.0], 5 + 7), ([30.0], 6)],
+    ids=["20 steps say it", "slower than they said", "the first one says it", "none fits"],
+)
+def test_as_many_steps_as_fit(seconds: list[float], steps: int, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into 20 s, after five steps that are not counted; of steps that take so long, the last value from then on."""
+    read, now, count = trainer.OnlineStates.read, [0.0], itertools.count()
+
+    def timed(self: Any, starts: torch.Tensor) -> Any:
+        now[0] += seconds[min(next(count), len(seconds) - 1)]
+        return read(self, starts)
+
+    monkeypatch.setattr(trainer.OnlineStates, "read", timed)
+    words = flags(folder, text, tmp_path / "out", steps=None, minutes=20 / 60, batch_size=1, context=16)[1:]
+    result = command.run_command(command.make_parser().parse_args(words), lambda: now[0])
+    assert result is not None and result["steps"] == result["last"]["step"] == steps and result["options"]["minutes"] == 20 / 60
+    saved = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == saved["steps"] == steps
+
+
+def test_a_run_of_minutes_is_resumed(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anybody knows how many steps it has, and after."""
+    read, now, count = trainer.OnlineStates.read, [0.0], itertools.count()
+
+    def timed(self: Any, starts: torch.Tensor) -> Any:
+        now[0] += 0.1
+        if next(count) in (3, 40):
+            signal.raise_signal(signal.SIGINT)
+        return read(self, starts)
+
+    monkeypatch.setattr(trainer.OnlineStates, "read", timed)
+    found = []
+    for more in ((), ("--resume",), ("--resume",)):
+        words = flags(folder, text, tmp_path / "out", *more, steps=None, minutes=0.1, batch_size=1, context=16)[1:]
+        result = command.run_command(command.make_parser().parse_args(words), lambda: now[0])
+        saved = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+        found.append((saved["step"], saved["steps"], result is not None))
+    assert found == [(4, None, False), (41, 4 + 5 + 60, False), (69, 69, True)]
 
 
 @pytest.mark.parametrize("own", [{"kind": "eagle3", "taps": "1,2", "draft_vocab_size": 64}, {"kind": "dspark"}], ids=["eagle3", "dspark"])
@@ -181,6 +222,62 @@ def test_a_process_that_fails_is_said(
     refused(flags(folder, text, tmp_path / "out", processes=2), capsys, "a process of 2 ended: ConfigError: in use")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        multiprocessing.ProcessExitedException("process 1 terminated with exit code 130", 1, 2, 130),
+        multiprocessing.ProcessExitedException("process 1 terminated with signal SIGINT", 1, 2, -2, "SIGINT"),
+    ],
+    ids=["it hears the signal", "the signal ends it"],
+)
+def test_several_processes_are_stopped_before_they_train(
+    error: Exception, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no checkpoint yet: as where one process is stopped so early."""
+
+    class Context:
+        processes = ()
+
+        def join(self) -> bool:
+            signal.raise_signal(signal.SIGINT)
+            raise error
+
+    monkeypatch.setattr(multiprocessing, "start_processes", lambda *_, **__: Context())
+    assert main(flags(folder, text, tmp_path / "out", processes=2)) == 130
+    assert "stopped; --resume goes on from the last checkpoint, if there is one" in capsys.readouterr().err
+
+
+def test_a_process_that_is_stopped_before_it_trains_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch ends them only where it does not end well; they may wait for it where no signal is heard."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.dist, "init_process_group", interrupted)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    words = flags(tmp_path, tmp_path, tmp_path / "out", processes=2)[1:]
+    args = command.make_parser().parse_args(words)
+    keys = ("kind", "model", "out", "steps", "batch_size", "context", "lr", "seed", "loss", "drafts", "layers", "inner", "taps", "dtype")
+    run = trainer.Run(**{key: getattr(args, key) for key in keys}, processes=2)
+    with pytest.raises(SystemExit) as caught:
+        trainer._join(1, run, torch.zeros(1, dtype=torch.int32), str(tmp_path / "meeting"))
+    assert caught.value.code == 130
+
+
+def test_a_process_that_is_killed_after_it_was_stopped_is_said(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Context:
+        processes = ()
+
+        def join(self) -> bool:
+            signal.raise_signal(signal.SIGINT)
+            raise multiprocessing.ProcessExitedException("process 1 terminated with signal SIGKILL", 1, 2, -9, "SIGKILL")
+
+    monkeypatch.setattr(multiprocessing, "start_processes", lambda *_, **__: Context())
+    refused(flags(folder, text, tmp_path / "out", processes=2), capsys, "a process of 2 ended: process 1 terminated with signal SIGKILL")
+
+
 def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None:
     """Means of gradients are the same up to the order of sums. Optimizers make the rounding of the smallest ones as large as any step, so that a few
     weights may go the other way."""
@@ -251,6 +348,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *parts: st
         ("mtp", {"drafts": 0}, "--drafts must be from 1 to 16, got 0"),
         ("mtp", {"layers": 3, "drafts": 2}, "--drafts must be at least --layers (3), got 2"),
         ("mtp", {"steps": 0}, "--steps must be from 1 to 10000000, got 0"),
+        ("mtp", {"minutes": 1}, "--steps says how many steps are taken, --minutes has as many as fit: leave one of them out"),
+        ("mtp", {"steps": None, "minutes": 0}, "--minutes must be above 0 and at most 43200, got 0.0"),
+        ("mtp", {"steps": None, "minutes": "nan"}, "--minutes must be above 0 and at most 43200, got nan"),
         ("mtp", {"batch_size": 4097}, "--batch-size must be from 1 to 4096, got 4097"),
         ("mtp", {"batch_size": 5, "processes": 2}, "--batch-size 5 is no multiple of --processes 2"),
         ("mtp", {"context": 129}, "--context 129 is beyond the model's own limit 128"),
@@ -261,7 +361,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *parts: st
         ("mtp", {"inner": 0}, "--inner must be from 1 to"),
         ("mtp", {"checkpoint_every": 0}, "--checkpoint-every must be from 1 to"),
         ("mtp", {"seed": 2**70}, "--seed must be from 0 to"),
-        ("mtp", {"device": "gpu"}, "--device gpu"),
+        ("mtp", {"device": "gpu"}, "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+        ("mtp", {"device": "meta"}, "--device must be cpu, cuda or cuda:N, got 'meta'"),
+        ("mtp", {"device": "cpu:0"}, "--device must be cpu, cuda or cuda:N, got 'cpu:0'"),
+        ("mtp", {"device": "cuda:99"}, "--device cuda:99 cannot be used"),
         ("mtp", {"taps": "1,2"}, "--taps is no option of mtp"),
         ("mtp", {"answer_tokens": 5}, "--answers says how many: it is missing"),
         ("mtp", {"temperature": 0.5}, "--temperature says how answers are made"),
@@ -294,7 +397,7 @@ def test_options_that_cannot_be(
     refused(flags(folder, text, tmp_path / "out", kind=kind, **options), capsys, message)
 
 
-@pytest.mark.parametrize("arguments", [["eagle9", "--model", "x"], ["mtp", "--layers", "two"], ["mtp", "--unknown"], []])
+@pytest.mark.parametrize("arguments", [["eagle9", "--model", "x"], ["mtp", "--layers", "two"], ["mtp", "--unknown"], ["mtp", "--mod", "x"], []])
 def test_options_that_do_not_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", *arguments])
@@ -388,6 +491,22 @@ def test_a_damaged_log_costs_its_lines(folder: Path, stopped: Path, text: Path, 
     assert read_log(out) == [{"step": 1}]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_checkpoint_of_before_there_were_minutes(
+    folder: Path, stopped: Path, text: Path, tmp_path: Path, processes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not say how many steps there are to be. Of a whole run, none is written anew."""
+    out = Path(shutil.copytree(stopped, tmp_path / "out"))
+    saved = torch.load(out / "checkpoint.pt", weights_only=True)
+    torch.save({key: value for key, value in saved.items() if key != "steps"}, out / "checkpoint.pt")
+    assert main(flags(folder, text, out, "--resume", steps=2, processes=processes)) == 0
+    assert written(out) == written(stopped)
+    capsys.readouterr()
+    if processes == 1:
+        torch.save({key: value for key, value in saved.items() if key != "steps"}, out / "checkpoint.pt")
+        refused(flags(folder, text, out, "--resume", steps=None, minutes=1), capsys, "is of a run with steps 2 (now None), minutes None (now 1.0)")
+
+
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 truncated"])
 def test_a_damaged_checkpoint(folder: Path, text: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(content)
@@ -427,6 +546,23 @@ def test_targets_that_cannot_be_used(
         values = json.loads((folder / name).read_text()) if content else {}
         (other / name).write_text(json.dumps(values | content))
     refused(flags(other, text, tmp_path / "out"), capsys, message)
+
+
+def test_texts_with_tokens_that_the_model_has_no_embedding_of(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Gemma 3's have, for images: other texts are trained on, answered and reported on."""
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    values = json.loads((other / "tokenizer.json").read_text())
+    values["added_tokens"].append(values["added_tokens"][0] | {"id": 4096, "content": "<image>"})
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"eos_token_id": [5000, 0]}))
+    told = "its text becomes id 4096 ('<image>'); the model's vocabulary has ids 0 to 4095"
+    (tmp_path / "text.py").write_text(CODE + "<image>")
+    refused(flags(other, tmp_path / "text.py", tmp_path / "a"), capsys, f"--data {tmp_path / 'text.py'} cannot be used: {told}")
+    (tmp_path / "lines.jsonl").write_text('{"text": "a"}\n{"messages": [{"role": "user", "content": "<image>"}]}\n')
+    refused(flags(other, tmp_path / "lines.jsonl", tmp_path / "b"), capsys, f"cannot be used: line 2: {told}")
+    assert main(flags(other, text, tmp_path / "c", answers=8, answer_tokens=24, report_prompts=1, report_tokens=4, steps=1)) == 0
+    assert Reader(other).read([text], "--data")[0][0] == 0
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------------------

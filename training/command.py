@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ ANCHOR_SHARE = 8
 """Without --num-anchors, a sequence has a block for so many of its tokens: DeepSeek's 512 for 4096."""
 HELDOUT_SHARE = 50
 """Without --heldout, one in so many tokens is kept for the report."""
+STEPS, MAX_MINUTES = 2000, 60 * 24 * 30
 RANGES = {
     "layers": (1, 8),
     "inner": (1, 10**6),
@@ -110,7 +112,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LOSSES,
         help="divergence from the target's distribution, cross-entropy of the text, dspark's L1 (default: by kind, as its paper)",
     )
-    add("--steps", type=int, default=2000, metavar="N", help="optimizer steps (default 2000)")
+    add("--steps", type=int, metavar="N", help=f"optimizer steps (default {STEPS}, or as many as fit into --minutes)")
+    add(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="as many steps as fit into M minutes; compiling, --states and the report come on top",
+    )
     add("--batch-size", type=int, default=64, metavar="N", help="sequences a step, of all processes (default 64)")
     add("--context", type=int, default=1024, metavar="N", help="tokens a sequence (default 1024)")
     add("--num-anchors", type=int, metavar="N", help="dflash, dspark: blocks of each sequence in a step (default: --context / 8)")
@@ -143,6 +151,12 @@ def check(args: argparse.Namespace) -> None:
     args.layers, args.loss = args.layers or kind.default_layers, args.loss or kind.default_loss
     if args.kind == "mtp" and args.drafts < args.layers:
         raise ValueError(f"--drafts must be at least --layers ({args.layers}), got {args.drafts}: a layer that takes no step learns nothing")
+    if args.minutes is not None and args.steps is not None:
+        raise ValueError("--steps says how many steps are taken, --minutes has as many as fit: leave one of them out")
+    if args.minutes is not None and not 0 < args.minutes <= MAX_MINUTES:
+        raise ValueError(f"--minutes must be above 0 and at most {MAX_MINUTES}, got {args.minutes}")
+    if args.minutes is None and args.steps is None:
+        args.steps = STEPS
     if not 0 < args.lr < 1:
         raise ValueError(f"--lr must be between 0 and 1, got {args.lr}")
     if args.temperature is not None and not 0 <= args.temperature <= 10:
@@ -162,6 +176,9 @@ def check(args: argparse.Namespace) -> None:
     if args.batch_size % args.processes:
         raise ValueError(f"--batch-size {args.batch_size} is no multiple of --processes {args.processes}")
     args.taps = _read_taps(args.taps)
+    name, _, number = args.device.partition(":")
+    if args.device not in ("cpu", "cuda") and not (name == "cuda" and number.isdecimal()):  # of others torch knows, and the engine does not
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got {args.device!r:.80}")
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -203,7 +220,7 @@ def _read_taps(text: str | None) -> tuple[int, ...] | None:
     return taps
 
 
-def prepare(args: argparse.Namespace) -> tuple[Run, torch.Tensor, list[np.ndarray]]:
+def prepare(args: argparse.Namespace, clock: Callable[[], float] = time.perf_counter) -> tuple[Run, torch.Tensor, list[np.ndarray]]:
     """The run, its token ids, and prompts for the report. Raises ValueError, ModelError."""
     spec, kind = check_model(args.model), KINDS[args.kind]
     limit, vocab_size = spec.max_model_len, spec.vocab_size
@@ -237,7 +254,7 @@ def prepare(args: argparse.Namespace) -> tuple[Run, torch.Tensor, list[np.ndarra
     if kind.rows_before_drafts is not None and args.mask_token_id is None:
         args.mask_token_id = choose_mask_token(ids, vocab_size)
     keys = ("kind", "model", "out", "steps", "batch_size", "context", "lr", "seed", "loss", "drafts", "layers", "inner", "taps", "dtype", "states")
-    keys += ("num_anchors", "mask_token_id", "markov_rank", "markov_head_type")
+    keys += ("num_anchors", "mask_token_id", "markov_rank", "markov_head_type", "minutes")
     data = {"tokens": len(ids), "hash": hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()}
     run = Run(
         **{key: getattr(args, key) for key in keys},
@@ -247,6 +264,7 @@ def prepare(args: argparse.Namespace) -> tuple[Run, torch.Tensor, list[np.ndarra
         checkpoint_every=args.checkpoint_every,
         resume=args.resume,
         data=data,
+        clock=clock,
     )
     return run, torch.from_numpy(ids.view(np.int32).copy()), prompts
 
@@ -269,23 +287,27 @@ def _distil(args: argparse.Namespace, documents: list[np.ndarray]) -> list[np.nd
     if longest + most > limit:
         raise ValueError(f"prompts of {longest} tokens and --answer-tokens {most} are more than the model's own limit {limit}")
     answers = write_answers(args.model, prompts, most, args.temperature or 0.0, args.seed, dtype=args.dtype, device=args.device)
-    # The engine refers to itself, and has most of a GPU's memory, which training is to have: in this process, or in others.
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()  # for training, in this process or in others
     with told(args.out, args.out / "checkpoint.pt"):
         path.write_bytes(np.concatenate(answers).astype("<u4").tobytes())
     return answers
 
 
-def run_command(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Trains and reports; None: SIGINT ended it, and all is saved. Raises ValueError, ModelError, ConfigError."""
+def free_memory() -> None:
+    """Gives back what a trainer or an engine that is done had of a GPU: both refer to themselves."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def run_command(args: argparse.Namespace, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any] | None:
+    """Trains and reports; None: SIGINT ended it, and all is saved. clock: of --minutes, in seconds. Raises ValueError, ModelError, ConfigError."""
     check(args)
     with held(args.out):
-        return _run(args)
+        return _run(args, clock)
 
 
-def _run(args: argparse.Namespace) -> dict[str, Any] | None:
-    run, ids, prompts = prepare(args)
+def _run(args: argparse.Namespace, clock: Callable[[], float]) -> dict[str, Any] | None:
+    run, ids, prompts = prepare(args, clock)
     started = time.time()
     if not train(run, ids):
         return None
@@ -293,6 +315,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any] | None:
     result |= {"torch": torch.__version__, "options": run.identity()}
     if log := (run.out / "log.jsonl").read_text().splitlines():
         result["last"] = json.loads(log[-1])
+        result["steps"] = result["last"]["step"]
     if prompts:
         longest = min(args.context - args.context // PROMPT_SHARE, args.report_tokens)
         engine = {"dtype": run.dtype, "device": args.device, "max_batch_size": 8}
@@ -304,7 +327,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="foretoken train", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog="foretoken train", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw, allow_abbrev=False)
     add_arguments(parser)
     return parser
 

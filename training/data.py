@@ -30,7 +30,7 @@ class Reader:
             raise ModelError(f"{model / 'tokenizer.json'} cannot be read: {error}") from None
         config = read_model_config(model)
         self._vocab_size, end = config["vocab_size"], config.get("eos_token_id")
-        self._start = [end] if isinstance(end, int) else list(end or [])[:1]
+        self._start = [i for i in ([end] if isinstance(end, int) else end or []) if i < self._vocab_size][:1]
 
     def read(self, paths: Sequence[Path], option: str, *, as_prompts: bool = False) -> list[np.ndarray]:
         """Documents [T] uint32 of text files, folders of them (*.py, *.txt, *.md), *.jsonl (each line with "text" or "messages"), and ids
@@ -86,10 +86,18 @@ class Reader:
         if as_prompts and messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
         rendered = self._tokenizer.render_chat(messages, add_generation_prompt=as_prompts)
-        return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.uint32)
+        return self._to_ids(rendered)
 
     def _encode(self, text: str) -> np.ndarray:
-        return np.array([*self._start, *self._tokenizer.encode(text, add_special_tokens=False)], dtype=np.uint32)
+        return self._to_ids(text, self._start)
+
+    def _to_ids(self, text: str, before: Sequence[int] = ()) -> np.ndarray:
+        """Raises ValueError for tokens that the model has no embedding of."""
+        ids = np.array([*before, *self._tokenizer.encode(text, add_special_tokens=False)], dtype=np.uint32)
+        if len(ids) and (last := int(ids.max())) >= self._vocab_size:
+            token = self._tokenizer.tokens.get(last)
+            raise ValueError(f"its text becomes id {last} ({token!r:.50}); the model's vocabulary has ids 0 to {self._vocab_size - 1}")
+        return ids
 
 
 def cut_prompts(documents: Sequence[np.ndarray], context: int, count: int, seed: int) -> list[np.ndarray]:
@@ -104,7 +112,8 @@ def write_answers(model: Path, prompts: Sequence[np.ndarray], max_tokens: int, t
     """Prompts with what the engine writes after them: text of the target's own (self-distillation). Raises RequestError, ConfigError."""
     from backend import LLM, SamplingParams
 
-    llm = LLM(str(model), speculative_config={"method": "ngram"}, **engine)
+    # None of the prompts has a token that the model has no embedding of.
+    llm = LLM(str(model), speculative_config={"method": "ngram"}, unknown_tokens="refuse", **engine)
     try:
         params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + i) for i in range(len(prompts))]
         results = llm.generate([{"prompt_token_ids": ids.tolist()} for ids in prompts], params)

@@ -37,6 +37,11 @@ class Muon(torch.optim.Optimizer):
                 p.add_(x.to(p.dtype), alpha=-0.2 * max(p.shape[-2:]) ** 0.5 * group["lr"])
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Share of the peak: linear warm-up (a tenth of a short run), flat, then linear to zero over the last COOLDOWN of the run."""
+def learning_rate(step: int, steps: int | None) -> float:
+    """Share of the peak: linear warm-up (a tenth of a short run), flat, then linear to zero over the last COOLDOWN of the run.
+
+    steps: None while nobody knows yet.
+    """
+    if steps is None:
+        return min((step + 1) / WARMUP, 1.0)
     return min((step + 1) / min(WARMUP, max(1, steps // 10)), 1.0, (steps - step) / (COOLDOWN * steps))

@@ -19,7 +19,8 @@ def measure(model: Path, drafter: Path, method: str, drafts: int, prompts: Seque
     from backend import LLM, SamplingParams
 
     speculative = {"method": method, "model": str(drafter), "num_speculative_tokens": drafts, "num_model_steps": drafts, "adaptive": False}
-    llm = LLM(str(model), speculative_config=speculative, enable_prefix_caching=False, **engine)
+    # None of the prompts has a token that the model has no embedding of.
+    llm = LLM(str(model), speculative_config=speculative, enable_prefix_caching=False, unknown_tokens="refuse", **engine)
     try:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         contents = [{"prompt_token_ids": ids.tolist()} for ids in prompts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from kernels import ops
 PAGE_SIZE = 16
 MAX_FORWARD_TOKENS = 2**15
 """Of one forward, so that what layers hold between them stays small."""
+MAX_SHAPES = 8
+"""Of forwards whose plans are kept."""
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
@@ -60,6 +63,7 @@ class Target:
             self.norm = weights.norm(self._spec.norm, self.hidden_size, self._spec.norm_offset)
         self._soft_cap = self._spec.logit_soft_cap
         self._store: KvStore | None = None
+        self._prepared: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """[..., H], as the first layer takes them."""
@@ -108,17 +112,27 @@ class Target:
 
     def _forward(self, ids: torch.Tensor, layers: Sequence[int]) -> States:
         batch, length = ids.shape
+        positions, slots, cache, plan = self._prepare(batch, length)
+        entering: dict[int, torch.Tensor] = dict.fromkeys(layers, torch.empty(0))
+        hidden = self._model.forward(ids.flatten(), positions, slots, cache, plan, entering=entering)
+        shape = (batch, length, -1)
+        return States(ids, hidden.view(shape), {layer: state.view(shape) for layer, state in entering.items()})
+
+    def _prepare(self, batch: int, length: int) -> tuple[Any, ...]:
+        """Positions, slots, cache and plan of so many sequences: batches are alike, and in Python these take as long as a GPU's step, or longer."""
         model, width = self._model, -(-length // PAGE_SIZE)
         if self._store is None or self._store.num_pages < batch * width:
             self._store = KvStore(model.cache_specs(self.dtype), PAGE_SIZE, batch * width, self.device)
-        store, planes = self._store, self._store.planes(ATTENTION)
-        pages = [list(range(b * width, (b + 1) * width)) for b in range(batch)]
-        slots = torch.tensor([s for own in pages for s in kv_slots(own, 0, length, PAGE_SIZE, store.stride(ATTENTION))], device=self.device)
-        positions = torch.arange(length, device=self.device).repeat(batch)
-        plan = ops.plan_attention([length] * batch, [length] * batch, pages, PAGE_SIZE, model.heads, self.dtype, self.device)
-        each = len(planes) // model.num_layers
-        cache = [tuple(planes[each * i : each * (i + 1)]) for i in range(model.num_layers)]
-        entering: dict[int, torch.Tensor] = dict.fromkeys(layers, torch.empty(0))
-        hidden = model.forward(ids.flatten(), positions, slots, cache, plan, entering=entering)
-        shape = (batch, length, -1)
-        return States(ids, hidden.view(shape), {layer: state.view(shape) for layer, state in entering.items()})
+            self._prepared.clear()
+        store, shape = self._store, (batch, length)
+        if shape not in self._prepared:
+            if len(self._prepared) >= MAX_SHAPES:
+                self._prepared.clear()
+            planes, pages = store.planes(ATTENTION), [list(range(b * width, (b + 1) * width)) for b in range(batch)]
+            slots = torch.tensor([s for own in pages for s in kv_slots(own, 0, length, PAGE_SIZE, store.stride(ATTENTION))], device=self.device)
+            positions = torch.arange(length, device=self.device).repeat(batch)
+            plan = ops.plan_attention([length] * batch, [length] * batch, pages, PAGE_SIZE, model.heads, self.dtype, self.device)
+            each = len(planes) // model.num_layers
+            cache = [tuple(planes[each * i : each * (i + 1)]) for i in range(model.num_layers)]
+            self._prepared[shape] = (positions, slots, cache, plan)
+        return self._prepared[shape]

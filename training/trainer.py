@@ -10,7 +10,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -30,7 +30,7 @@ from tqdm import tqdm
 from backend.devices import on_stream
 from training.drafters import KINDS, Drafter, Options
 from training.objective import Objective
-from training.optimizers import Muon, learning_rate
+from training.optimizers import COOLDOWN, Muon, learning_rate
 from training.states import OfflineStates, OnlineStates
 from training.target import Target
 
@@ -38,6 +38,8 @@ HEAD_RATE = 0.25
 """Of the learning rate, for what begins as the target's head."""
 CHECKPOINT = "checkpoint.pt"
 LOG_EVERY = 50
+COMPILED_BY, TIMED_STEPS = 5, 20
+"""Steps after which nothing is compiled any more, and those whose time says first how many fit into a run of so many minutes; then twice as many."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,8 @@ class Run:
     kind: str
     model: Path
     out: Path
-    steps: int
+    steps: int | None
+    """None: as many as fit into `minutes`."""
     batch_size: int
     context: int
     lr: float
@@ -70,6 +73,9 @@ class Run:
     resume: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     """What the token ids are made of, in words and numbers."""
+    minutes: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+    """Of these minutes, and of the log's seconds."""
 
     @property
     def checkpoint(self) -> Path:
@@ -81,7 +87,7 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have as the run before it had it."""
-        free = ("model", "out", "device", "processes", "checkpoint_every", "resume", "draft_ids")
+        free = ("model", "out", "device", "processes", "checkpoint_every", "resume", "draft_ids", "clock")
         values = {key: value for key, value in asdict(self).items() if key not in free}
         drafted = None if self.draft_ids is None else len(self.draft_ids)
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()} | {"draft_vocab_size": drafted}
@@ -110,15 +116,18 @@ def count_anchors(context: int, drafts: int) -> int:
 def train(run: Run, ids: torch.Tensor) -> bool:
     """Trains on token ids [T] int32 and writes the drafter, checkpoints and `log.jsonl`; false when SIGINT ended it: all is saved then.
 
-    Raises ValueError, ModelError.
+    Raises ValueError, ModelError; KeyboardInterrupt where nothing is saved yet.
     """
     if run.processes == 1:
         return _train(0, run, ids)
+    told_to_end = False
     shared, meeting = ids.share_memory_(), run.out / f".meeting-{os.getpid()}"
     meeting.unlink(missing_ok=True)
     context = multiprocessing.start_processes(_join, (run, shared, str(meeting)), nprocs=run.processes, join=False, start_method="spawn")
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal told_to_end
+        told_to_end = True
         for process in context.processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGINT)
@@ -128,14 +137,26 @@ def train(run: Run, ids: torch.Tensor) -> bool:
             while not context.join():
                 pass
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        is_told = isinstance(error, multiprocessing.ProcessExitedException) and error.signal_name in (None, "SIGINT")
+        if told_to_end and is_told:  # before the loop, which would have saved
+            raise KeyboardInterrupt from None
         text = str(error).strip()
         raise ValueError(f"a process of {run.processes} ended: {text.splitlines()[-1]:.300}") from error
     finally:
         meeting.unlink(missing_ok=True)
-    return int(torch.load(run.checkpoint, map_location="cpu", weights_only=True)["step"]) == run.steps
+    saved = torch.load(run.checkpoint, map_location="cpu", weights_only=True)
+    return bool(saved["step"] == saved.get("steps", run.steps))  # of a run before --minutes
 
 
 def _join(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
+    try:
+        _meet(rank, run, ids, meeting)
+    except KeyboardInterrupt:
+        # torch would have it end well, and the others, who may wait for it where no signal is heard, wait on.
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _meet(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
     is_gpu = run.device.startswith("cuda")
     if is_gpu:
         torch.cuda.set_device(rank)
@@ -171,6 +192,40 @@ class _Stop:
         return bool(flag.item())
 
 
+class _Timer:
+    """Seconds since a run went on, without its first steps, in which programs are compiled; and how many steps fit into its minutes."""
+
+    def __init__(self, run: Run, device: torch.device, first: int, *, is_fixed: bool) -> None:
+        """is_fixed: the number of steps is known."""
+        self._run, self._device, self._first, self._is_fixed = run, device, first, is_fixed
+        self._started, self._looks_at = run.clock(), TIMED_STEPS
+
+    def seconds(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._run.clock() - self._started
+
+    def fit(self, done: int, steps: int | None) -> int | None:
+        """Called after each step: how many there are to be, the same for all processes. It may change while the learning rate does not yet know."""
+        timed = done - self._first - COMPILED_BY
+        if not timed:
+            self._started += self.seconds()
+        if self._is_fixed or timed <= 0 or self._run.minutes is None:
+            return steps
+        limit, is_due = 60 * self._run.minutes, timed == self._looks_at
+        if steps is not None and not (is_due and done < (1 - COOLDOWN) * steps):
+            return steps
+        found = torch.zeros(1, dtype=torch.int64, device=self._device)
+        # Long steps: a tenth of the run says enough.
+        if is_due or self.seconds() > limit / 10:
+            found += max(done, self._first + COMPILED_BY + round(limit / self.seconds() * timed))
+        if self._run.processes > 1:
+            dist.broadcast(found, 0)
+        if is_due:
+            self._looks_at *= 2
+        return int(found.item()) or None
+
+
 @contextmanager
 def _handling(handler: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
@@ -183,7 +238,7 @@ def _handling(handler: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def make_optimizers(drafter: Drafter, lr: float, steps: int) -> list[torch.optim.Optimizer]:
+def make_optimizers(drafter: Drafter, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the rest. Each group has its own `peak`."""
     heads = drafter.vocabulary_heads()
     is_head = {id(p) for p in heads}
@@ -212,10 +267,10 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
     drafter = run.make_drafter(target)
     objective = Objective(target, drafter, run.loss)
     source = make_source(run, target, ids.numpy().view(np.uint32), drafter.layers, is_writer=is_first)
-    optimizers = make_optimizers(drafter, run.lr, run.steps)
+    optimizers = make_optimizers(drafter, run.lr)
     adamw = [p for p in drafter.parameters() if p.dim() != 3]
     generator = torch.Generator().manual_seed(run.seed)
-    first = _resume(run, drafter, optimizers, generator) if run.resume else 0
+    first, steps = _resume(run, drafter, optimizers, generator) if run.resume else (0, run.steps)
     module: nn.Module = objective
     if run.processes > 1:
         module = DistributedDataParallel(objective, broadcast_buffers=False)
@@ -223,10 +278,10 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
         module = torch.compile(module)  # type: ignore[assignment]
     share = run.batch_size // run.processes
     own = slice(rank * share, (rank + 1) * share)
-    stop, started = _Stop(run), time.time()
-    bar = tqdm(range(first, run.steps), initial=first, total=run.steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
-    with told(run.out, run.checkpoint), _handling(stop), _open_log(run, first, is_first=is_first) as log:
-        for step in bar:
+    stop, timer, done = _Stop(run), _Timer(run, device, first, is_fixed=steps is not None), first
+    bar = tqdm(initial=first, total=steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
+    with bar, told(run.out, run.checkpoint), _handling(stop), _open_log(run, first, is_first=is_first) as log:
+        while done != steps:
             starts = torch.randint(source.num_starts, (run.batch_size,), generator=generator)
             states, anchors = source.read(starts[own]), run.draw_anchors(generator)
             if anchors is not None:
@@ -235,20 +290,24 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
                 loss, agreed = module(states)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(adamw, 1.0)
+            rate = learning_rate(done, steps)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = group["peak"] * learning_rate(step, run.steps)
+                    group["lr"] = group["peak"] * rate
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            done, is_stopped = step + 1, stop.agree(run, device)
-            if is_first and (done % LOG_EVERY == 0 or done == run.steps):
+            done += 1
+            steps = bar.total = timer.fit(done, steps)
+            is_stopped, is_last = stop.agree(run, device), done == steps
+            bar.update()
+            if is_first and (done % LOG_EVERY == 0 or is_last):
                 row = {"step": done, "loss": round(loss.item(), 4), "agreement": [round(a, 4) for a in agreed.tolist()]}
-                log.write(json.dumps(row | {"seconds": round(time.time() - started, 1)}) + "\n")
+                log.write(json.dumps(row | {"seconds": round(timer.seconds(), 1)}) + "\n")
                 log.flush()
                 bar.set_postfix_str(f"loss {row['loss']}, agreement {row['agreement']}")
-            if is_first and (done % run.checkpoint_every == 0 or done == run.steps or is_stopped):
-                _save(run, drafter, optimizers, generator, done)
-            if is_stopped and done < run.steps:
+            if is_first and (done % run.checkpoint_every == 0 or is_last or is_stopped):
+                _save(run, drafter, optimizers, generator, done, steps)
+            if is_stopped and not is_last:
                 return False
     if is_first:
         with told(run.out, run.checkpoint):
@@ -298,12 +357,12 @@ def _is_before(line: str, done: int) -> bool:
         return False
 
 
-def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator, step: int) -> None:
+def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator, step: int, steps: int | None) -> None:
     state = {"drafter": drafter.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "generator": generator.get_state()}
     part = run.checkpoint.with_suffix(".tmp")
     try:
         buffer = io.BytesIO()  # torch's own writer tells a full disk in no words that can be known
-        torch.save(state | {"step": step, "run": json.dumps(run.identity())}, buffer)
+        torch.save(state | {"step": step, "steps": steps, "run": json.dumps(run.identity())}, buffer)
         part.write_bytes(buffer.getbuffer())
         part.replace(run.checkpoint)
     except BaseException:
@@ -312,14 +371,16 @@ def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], g
         raise
 
 
-def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> int:
-    """Returns the steps that are done."""
+def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> tuple[int, int | None]:
+    """Returns the steps that are done, and the run's."""
     path = run.checkpoint
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)  # whoever takes it copies it to where it computes
-        before, step = dict(json.loads(state["run"])), int(state["step"])
-        if not 0 <= step <= run.steps and before.get("steps") == run.steps:
-            raise ValueError(f"step {step} is none of the run's {run.steps}")
+        before, step, steps = dict(json.loads(state["run"])), int(state["step"]), run.steps
+        if steps is None and (saved_steps := state.get("steps")) is not None:
+            steps = int(saved_steps)
+        if steps is not None and not 0 <= step <= steps and before.get("steps") == run.steps:
+            raise ValueError(f"step {step} is none of the run's {steps}")
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise ValueError(f"--resume: {path} cannot be read: {error!r:.200}") from None
     now = json.loads(json.dumps(run.identity()))
@@ -333,4 +394,4 @@ def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer],
         generator.set_state(state["generator"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--resume: {path} is of another drafter: {error!r:.200}") from None
-    return step
+    return step, steps

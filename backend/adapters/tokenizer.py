@@ -59,6 +59,7 @@ class TritonPythonModel:
             raise ConfigError(f"tokenizer: unknown parameters {sorted(unknown)}; known: {', '.join(PARAMETERS)}")
         folder = resolve_model(values, args)
         self._tokenizer = Tokenizer(folder)
+        self._special_ids = frozenset(self._tokenizer.special_ids.values())
         self._max_characters = _max_characters(Path(folder))
         has_begun()
 
@@ -124,4 +125,5 @@ class TritonPythonModel:
         return [
             pb_utils.Tensor("text_output", np.array([text.encode()], dtype=object)),
             pb_utils.Tensor("tokens", np.array(tokens, dtype=object)),
+            pb_utils.Tensor("is_special", np.array([i in self._special_ids for i in token_ids], dtype=bool)),
         ]

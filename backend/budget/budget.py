@@ -355,6 +355,10 @@ class DraftBudget:
         drafts that were verified, and those accepted."""
         self._learning.forecast(self._own, limits, outcomes, step.padded)
         self._has_prompts = step.num_prompts > 0
+        if step.padded is not None and (step.padded.is_behind or not step.num_prompts):
+            chosen = self._limits.chosen
+            is_extra = step.is_catching_up or step.padded.is_behind or (step.num_asked > 0 and not (chosen.limit and chosen.is_asked))
+            self._trials.note(step.verify_seconds + step.draft_seconds, is_extra=is_extra)
         self._observing.observe(step, outcomes, is_limited=self._applied is not None, has_explorers=bool(self._trials.explorers))
 
     def note_host(

@@ -14,6 +14,8 @@ from backend.budget.padded import PaddedTimes
 
 FAR_EVERY = 8
 """Trials between those of a limit far off."""
+UNDRAFTED_EVERY = 4
+"""Trials of which one has no drafts, where each request has as many rows as the one with most."""
 MIN_GAIN = 1.03
 """Another limit has to promise this much more speed, or noise would drive the choice."""
 MIN_GAIN_OF_NUMBER, MIN_GAIN_OF_MODEL, MIN_GAIN_WITHOUT_MODEL = 1.01, 1.15, 1.08
@@ -43,6 +45,10 @@ class Choice(NamedTuple):
     """The model drafter makes the first drafts."""
     waits: bool = False
     """No step is planned before the one before it was read, so that lookups of the host draft too."""
+
+
+UNDRAFTED = Choice(0, True)
+"""No drafts."""
 
 
 class Group(NamedTuple):
@@ -130,8 +136,8 @@ class Limits:
         return speeds[self.chosen]
 
     def another(self, trial: int, top: int) -> Choice:
-        """What to try in the place of what was chosen: mostly one draft more, or the other with the model drafter or the host's lookups; rarely any
-        limit."""
+        """What to try in the place of what was chosen: mostly one draft more, or the other with the model drafter or the host's lookups, or nothing
+        (what the host takes for a step without drafts is known from such steps alone); rarely any limit."""
         chosen, speeds = self.chosen, self._speeds
         levels = _levels(top, self._padded is not None)
         if trial % FAR_EVERY == 0:
@@ -140,9 +146,11 @@ class Limits:
             others = [own for own in speeds if own.is_asked != chosen.is_asked and own.waits == chosen.waits]
             waiting = [own for own in speeds if own.waits != chosen.waits and own.is_asked == chosen.is_asked]
             found = waiting if waiting and (trial % 4 == 1 or not others) else others
-            if self._padded is not None and found:
-                return max(found, key=lambda own: speeds[own])
+            if self._padded is not None:
+                return max(found, key=lambda own: speeds[own], default=UNDRAFTED)
             return chosen._replace(is_asked=chosen.is_asked != bool(others))
+        if self._padded is not None and chosen.limit and trial % UNDRAFTED_EVERY == 2:
+            return UNDRAFTED
         return chosen._replace(limit=next((level for level in levels if level > chosen.limit), top))
 
     def is_time_to_try(self) -> bool:

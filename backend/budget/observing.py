@@ -32,6 +32,8 @@ class StepSeen:
     """Where it is known, when the model had made each of its drafts: see `StepTimes.drafts`."""
     is_catching_up: bool = False
     """The model computed more than the step's own tokens."""
+    is_first: bool = False
+    """It took longer than its like will, and says nothing of what they take."""
     padded: PaddedStep | None = None
     """More of a step whose rows are as many for each request."""
 
@@ -45,6 +47,8 @@ class Observing:
     def observe(self, step: StepSeen, outcomes: Sequence[tuple[int, int]], *, is_limited: bool, has_explorers: bool) -> None:
         """outcomes: of each request that may have drafts, those verified and accepted; is_limited: there was a choice; has_explorers: some of the
         requests were a trial."""
+        if step.is_first:
+            return
         num_emitted = step.num_requests + sum(accepted for _, accepted in outcomes)
         if step.padded is not None and self._padded is not None:
             self._observe_padded(self._padded, step, step.padded, num_emitted, is_limited)

@@ -13,6 +13,8 @@ PLAIN_EVERY = 4
 """Trials of which one begins with a step that verifies nothing: what that takes is what all else is held against."""
 TRIAL_STEPS = 2
 """A model drafter that was not asked for long catches up in the first; the second is what can be measured."""
+MAX_SHARE, SMOOTHING = 0.03, 0.05
+"""Of a device's time that trials of a model drafter may take, and of the newest step in that of a usual one."""
 MAX_EXPLORERS = 2
 """Requests that a trial takes where others do without: a model drafter has to catch up for each."""
 
@@ -32,10 +34,20 @@ class Trials:
         """The model drafter follows the text in it though it is not asked for drafts: it is a trial without them."""
         self.explorers: frozenset[str] = frozenset()
         """Ids of requests that a trial is for, where it is not for all."""
+        self._usual = self._owed = 0.0  # seconds of a step, and those that steps of trials took beyond it and others have not made up for
 
     def end(self) -> None:
         self.is_on = self.is_plain = self.keeps_up = False
         self.explorers = frozenset()
+
+    def note(self, seconds: float, *, is_extra: bool) -> None:
+        """What a step took the device. is_extra: the model drafter was asked in it for a trial, or caught up, which may be launched kernel by kernel
+        and take as long as a hundred steps: the next trial is to wait until it is hardly felt."""
+        if is_extra:
+            self._owed += max(0.0, seconds - self._usual)
+            return
+        self._usual += SMOOTHING * (seconds - self._usual) if self._usual else seconds
+        self._owed = max(0.0, self._owed - MAX_SHARE * seconds)
 
     def choose(self, paced: Sequence[Request], top: int, may_try: bool) -> Choice:
         """What the step's choice is: the best one known, or what is tried. paced: requests that follow it, which have `top` drafts at most; may_try:
@@ -45,7 +57,7 @@ class Trials:
         if self.num_steps < EXPLORE_EVERY or number >= TRIAL_STEPS or not may_try:
             return self._limits.chosen
         if number == 0:
-            self._is_time = self._limits.is_time_to_try()
+            self._is_time = self._owed <= 0 and self._limits.is_time_to_try()
         return self._explore(paced, top, is_first=number == 0) if self._is_time else self._limits.chosen
 
     def _explore(self, paced: Sequence[Request], top: int, *, is_first: bool) -> Choice:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from backend.budget import CostClass
 from backend.config import BUNDLED_DRAFTER, EngineConfig
+from backend.drafter_checks import check_num_drafts
 from backend.errors import ConfigError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
@@ -92,10 +93,7 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
             f"{tree_key} makes trees; the drafter in {_find_folder(config)} has {drafter.num_layers} layers that make a draft each; the limit is "
             f"{MAX_TREE_LAYERS} with trees: leave it out, or take fewer num_speculative_tokens"
         )
-    if steps > drafter.max_drafts:
-        default = ": without it, it is num_speculative_tokens" if steps == speculative.num_speculative_tokens else ""  # which alone may be given
-        made = f"the drafter in {_find_folder(config)} makes {drafter.max_drafts} drafts a step at most"
-        raise ConfigError(f"speculative_config.num_model_steps is {steps}; {made}{default}")
+    check_num_drafts(speculative, _find_folder(config), drafter.max_drafts)
     if steps == 1 < most and speculative.mtp_strategy == "default":
         made = f"the drafter in {_find_folder(config)} makes up to {min(most, MAX_SPECULATIVE_TOKENS)} for little more"
         logger.warning("speculative_config.num_speculative_tokens is 1, which is its default: %s", made)

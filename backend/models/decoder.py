@@ -86,6 +86,7 @@ class Decoder:
         if reads_cache_scales:
             self.stored_scales = read_cache_scales(spec, weights)
         self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
+        self.num_multiplied = weights.num_multiplied
         self.num_written_weights = max(weights.most_written, self._head.num_written_weights, self._draft_head.num_written_weights)
 
     @property

@@ -25,6 +25,7 @@ class Head:
             rows = own if token_ids is None else token_ids[own]
             name, scheme = f"{spec.head}.bias", weights.quantization.head_quant_type
             bias = weights.whole(name, (spec.vocab_size,))[rows] if name in weights.checkpoint else None
+            weights.num_multiplied += (own.stop - own.start) * spec.hidden_size
             plain = embedding[rows] if keeps_embedding or token_ids is not None else embedding[rows].clone()
             self._linear = make_linear(plain if scheme is None else weights.round(spec.embedding, embedding, scheme).rows(rows), bias)
         else:

@@ -73,6 +73,7 @@ class HeadsSpec:
                 if block.shortcut is not None:
                     weights.add(block.shortcut)
             weights.add(head.scores)
+        weights.unspoken.clear()  # no config.json of heads speaks of biases
         if self.prefix is not None:
             self.prefix.layer.list_weights(weights)
             weights.add_norm(self.prefix.norm, self.hidden_size)

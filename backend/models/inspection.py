@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
@@ -132,7 +132,7 @@ def _drafters(path: Path, config: Mapping[str, Any], has_weights: bool) -> str:
         except ModelError as error:
             return f"{WEIGHTLESS}; its own modules cannot be used: {error}"
     if path.resolve() == BUNDLED_MODEL.resolve():
-        return f"{WEIGHTLESS}, mtp (bundled, {_count(check_drafter(BUNDLED_DRAFTER))})"
+        return f"{WEIGHTLESS}, mtp (bundled, {_count(check_drafter(BUNDLED_DRAFTER))}), eagle3 (its folder {DEFAULT_DRAFTER.name}, the default)"
     return WEIGHTLESS
 
 

@@ -73,6 +73,8 @@ class Weights:
         self.is_expert_parallel = is_expert_parallel
         self.most_written = 0
         """Weights that one product writes out, at most."""
+        self.num_multiplied = 0
+        """Weights of projections, of this rank, that every token is multiplied with."""
         self._num_rounded = 0
         """Weights, since freed memory was given back."""
 
@@ -176,6 +178,7 @@ class Weights:
             weights = [_apart(weights[0])]
         linear = make_linear(weights, bias)
         self.most_written = max(self.most_written, count_written(linear))
+        self.num_multiplied += sum((own if isinstance(own, torch.Tensor) else own.codes).numel() for own in weights)
         return linear
 
 

@@ -51,6 +51,9 @@ class Model(Protocol):
         """Windows and caps of scores of the layers that have either."""
         ...
 
+    num_multiplied: int
+    """Weights of projections, of this rank, that every token is multiplied with: without experts, of which it takes some."""
+
     num_written_weights: int
     """Weights that one product may write out in the model's dtype, where they are stored in fewer bits."""
 

@@ -177,7 +177,7 @@ class Ranks:
         if self.sockets:
             for number, name in _open_sockets().items():
                 if name in self.sockets:
-                    _cut(number)
+                    _cut(number, name)
             return
         if self.peers is not None:
             waited = [own.waited for own in (self.peers, self.scattered) if own is not None]
@@ -250,8 +250,11 @@ def _open_sockets() -> dict[int, str]:
     return found
 
 
-def _cut(number: int) -> None:
-    """Ends a connection whose file descriptor somebody else has. A socket that listens is left alone."""
+def _cut(number: int, name: str) -> None:
+    """Ends a connection whose file descriptor somebody else has. A socket that listens is left alone, and another one: the number may have been
+    given back, and taken again, since it was looked up."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
+        if os.readlink(f"/proc/self/fd/{own.fileno()}") != name:
+            return
         own.getpeername()
         own.shutdown(socket.SHUT_RDWR)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from backend.errors import ModelError
-from backend.quantization.dense import DenseLinear, PackedLinear, TransposedLinear
+from backend.quantization.dense import DenseLinear, PackedLinear, PanelLinear
 from backend.quantization.experts import Activation, Experts, QuantizedExperts, SingleExperts, StackedExperts, stack
 from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
 from backend.quantization.schemes import PIECE, quantize
@@ -74,7 +74,7 @@ def make_linear(weight: Stored | Sequence[Stored], bias: torch.Tensor | None = N
 def _make_single(weight: Stored, bias: torch.Tensor | None) -> Linear:
     if isinstance(weight, Quantized):
         return QuantizedLinear(weight, bias)
-    for kind in (TransposedLinear, PackedLinear):
+    for kind in (PanelLinear, PackedLinear):
         if kind.is_usable(weight):
             return kind(weight, bias)
     return DenseLinear(weight.clone() if weight.device.type == "cpu" else weight, bias)  # a view of a file would keep all of it mapped

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import torch
 
 from backend.quantization.unfused import UnfusedLinear, put
 from kernels import ops
-
-
-@functools.cache
-def is_intel() -> bool:
-    """Whether the processor is Intel's; False where the machine does not say."""
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+from kernels.panels import ADD, GATED, PanelWeight, is_usable
 
 
 class DenseLinear:
@@ -52,35 +41,41 @@ class DenseLinear:
         ops.write_linear(out, x, self.weight, self.bias, is_ready)
 
 
-class TransposedLinear(UnfusedLinear):
-    """Dense weights [in, out] in float32, for Intel's processors, and small ones for any: MKL reads them once for up to some rows, where it reads
-    those of [out, in] (and on Intel's oneDNN its own layout) two to four times as long (`benchmarks.cpu_linear`)."""
+class PanelLinear:
+    """Dense weights in panels of outputs, for float32 on CPU, by compiled kernels (`kernels.panels`)."""
 
-    __slots__ = ("bias", "weight")
-
-    MAX_SMALL = 1 << 19
-    """Weights. So few take MKL no longer than oneDNN on AMD's processors, which spends 20 us on finding a product's code."""
+    __slots__ = ("_weight",)
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight.t().contiguous()
-        self.bias = bias
+        self._weight = PanelWeight(weight, bias)
 
     @staticmethod
     def is_usable(weight: torch.Tensor) -> bool:
-        is_possible = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkl.is_available()
-        return is_possible and (is_intel() or weight.numel() <= TransposedLinear.MAX_SMALL)
+        return is_usable(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        return self._weight.multiply(x, x.new_empty(len(x), self._weight.out_features))
+
+    def takes_pieces(self, x: torch.Tensor) -> bool:
+        return True
+
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = x.new_empty(len(x), self._weight.out_features) if out is None else out
+        return self._weight.multiply(x, out, norm=norm, eps=eps)
+
+    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        out = x.new_empty(len(x), self._weight.out_features // 2) if out is None else out
+        return self._weight.multiply(x, out, GATED, norm, eps)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        residual.addmm_(x, self.weight)
-        if self.bias is not None:
-            residual.add_(self.bias)
+        self._weight.multiply(x, residual, ADD)
+
+    def write_to(self, out: torch.Tensor, x: torch.Tensor, is_ready: bool = False) -> None:
+        self._weight.multiply(x, out)
 
 
 class PackedLinear(UnfusedLinear):
-    """Dense weights in oneDNN's blocked layout, for CPU: of many weights on AMD's processors torch's own product (MKL) is the slower one."""
+    """Dense weights in oneDNN's blocked layout, for CPU: in bfloat16, and in float32 where nothing compiles kernels."""
 
     __slots__ = ("bias", "weight")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -14,18 +13,31 @@ from backend.step.block import BlockForward
 from backend.step.distributions import Distributions
 from backend.step.draft_masks import Grammars, mask_draft
 from backend.step.options import Options
+from backend.step.standing import Standing
+from backend.step.tapes import Tapes
 from backend.step.tensors import REPORT_HEAD, Advanced, StepShape, StepTensors, select_drafting
 from backend.step.trees import TreeForward
 from kernels import ops, step_rows
+from kernels.cpu_drafts import note_time
 from kernels.request_table import RequestTable
 from kernels.structs import LOOKUP_ALONE, LOOKUP_LIMIT, MAX_DEPTH
+from kernels.tape import is_recording
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+"""Bounds and what drafts have together: see `Standing`."""
 
 
 class DraftPhase:
     """Of one worker. What it leaves to the next step lies in the request table and in the drafter's memory."""
 
     def __init__(
-        self, config: SpeculativeConfig, table: RequestTable, drafter: StepDrafter | None, attending: Attending, distributions: Distributions
+        self,
+        config: SpeculativeConfig,
+        table: RequestTable,
+        drafter: StepDrafter | None,
+        attending: Attending,
+        distributions: Distributions,
+        tapes: Tapes | None = None,
     ) -> None:
         self._config, self._table, self._drafter, self._attending, self._distributions = config, table, drafter, attending, distributions
         self._page_table = attending.page_table
@@ -33,6 +45,8 @@ class DraftPhase:
         block = drafter.block if drafter is not None else None
         self._block = BlockForward(block, table, *sizes) if block is not None else None
         self._tree = TreeForward(config, drafter, table, *sizes) if drafter is not None and config.tree is not None else None
+        is_recurrent = drafter is not None and drafter.heads is not None and drafter.block is None
+        self._tapes = tapes if is_recurrent else None
         self.grammars: Grammars = {}
         """That the model drafter's drafts are to follow."""
 
@@ -103,9 +117,41 @@ class DraftPhase:
         assert drafter is not None
         if attention is not None:
             attention.refresh()
-        states = drafter.advance(_rows_of(packed, attention), last_rows)
+        states = self._advance(drafter, packed, last_rows, attention)
         is_asked = self._tree is not None or self._block is not None
         return Advanced(states, packed[0][last_rows] if is_asked else None)
+
+    def _advance(
+        self, drafter: StepDrafter, packed: torch.Tensor, last_rows: torch.Tensor, attention: ops.StepAttention | ops.SplitAttention | None
+    ) -> list[torch.Tensor]:
+        if self._tapes is None:
+            return drafter.advance(_rows_of(packed, attention), last_rows)
+
+        def bind(inputs: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+            return lambda: drafter.advance(_rows_of(inputs[0], attention), inputs[1])
+
+        return list(self._tapes.run("advance", bind, [packed, last_rows], packed.shape[1], attention))
+
+    def _extend(
+        self, drafter: StepDrafter, packed: torch.Tensor, states: list[torch.Tensor], number: int, attention: ops.StepAttention | None
+    ) -> list[torch.Tensor]:
+        """States at the newest drafts, of which draft `number` is made."""
+        if attention is not None and not is_recording():
+            attention.refresh()
+
+        def bind(inputs: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+            # Layers' states are kept of known tokens alone, so drafts need no slots for them.
+            token_ids, positions, slots = inputs[0]
+            return lambda: drafter.extend(DrafterRows(token_ids, positions, slots, slots, slots, attention), inputs[1:], number)
+
+        inputs = [packed, *states]
+        return list(bind(inputs)() if self._tapes is None else self._tapes.run(("extend", number), bind, inputs, packed.shape[1], attention))
+
+    def _logits(self, drafter: StepDrafter, states: list[torch.Tensor], number: int) -> torch.Tensor:
+        if self._tapes is None:
+            return drafter.logits(states, number)
+        (logits,) = self._tapes.run(("logits", number), lambda inputs: lambda: [drafter.logits(inputs, number)], states, len(states[0]))
+        return logits
 
     def run(self, step: StepTensors) -> None:
         """The drafts for the next step: a lookup's alone where it promises more, else the model's, lengthened by the lookup. On a GPU the model
@@ -164,62 +210,91 @@ class DraftPhase:
         if self._block is not None:
             assert newest is not None
             states = self._block.run(fields, newest, states, shape.num_model_drafts, sizes, is_alone)
-        elif step.draft_attention is None:
-            self.plan_drafts(step)
-        packed, lengths = step.draft_packed, step.draft_lens
-        assert packed is not None and lengths is not None
-        is_ended, least = is_alone, self._config.min_draft_confidence
-        chances, together = step.chances, torch.ones(len(step.indices) if step.chances is not None else 0)
-        if chances is not None:
-            chances[step.indices.long()] = 0
-        for number in range(shape.num_model_drafts):
-            judged = self._block.judge(states, number) if self._block is not None and (least or chances is not None) else None
-            if judged is not None and least:
-                is_low = (judged < least).int()
-                is_ended = is_low if is_ended is None else torch.maximum(is_ended, is_low)
-            logits = drafter.logits(states, number)
-            if self.grammars:
-                logits = mask_draft(logits, table, step.indices, number, self.grammars)
-            if chances is not None:
-                own = greatest_probability(logits) if judged is None else as_chances(judged)
-                chances[step.indices.long(), number] = own if is_ended is None else own * (is_ended == 0)
-                together *= own**shape.trust
-            chosen = self._choose_draft(step, logits, number)
-            ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_ended)
-            if step.fields.device.type == "cpu":
-                step.draft_ends.append(time.perf_counter())
-            if chances is not None and float(together.sum()) < shape.least_standing:
-                break
-            if number + 1 < shape.num_model_drafts:
-                if step.draft_attention is not None:
-                    step.draft_attention.refresh()
-                # Layers' states are kept of known tokens alone, so drafts need no slots for them.
-                rows = DrafterRows(packed[0], packed[1], packed[2], packed[2], packed[2], step.draft_attention)
-                states = drafter.extend(rows, states, number + 1)
+        own = self._outputs_of(step)
+        # On CPU what is chosen and how likely it is come from one pass over the logits, where nothing else is asked of them.
+        is_likeliest = own is not None and (self._config.draft_sampling == "greedy" or table.are_greedy(step.indices))
+        if own is not None and is_likeliest and not self.grammars and not shape.options & (Options.REJECTION | Options.TOP_P):
+            self._chain_recorded(step, states, own)
+        else:
+            if step.draft_attention is None:
+                self.plan_drafts(step)
+            self._chain(step, states, is_alone, own, is_likeliest=is_likeliest)
         if Options.REJECTION in shape.options:
             self._distributions.note_drawn(step.indices, is_alone)
 
-    def _choose_draft(self, step: StepTensors, logits: torch.Tensor, number: int) -> torch.Tensor:
-        """Draft `number` of each request [B] int32, of logits [B, V]."""
+    def _chain_recorded(self, step: StepTensors, states: list[torch.Tensor], outputs: Outputs) -> None:
+        """On CPU: `_chain`, of requests that get the likeliest drafts."""
+
+        def bind(inputs: list[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+            (fields, packed, lengths, bounds, together), before = inputs[:5], inputs[5:]
+            # A tape keeps it: nothing of this step is in it beyond what a chain reads.
+            own = StepTensors(step.shape, step.sizes, fields, step.results, draft_packed=packed, draft_lens=lengths, chances=step.chances)
+            own.draft_ends = step.draft_ends
+            self.plan_drafts(own)
+            if own.draft_attention is not None:
+                own.draft_attention.refresh()
+
+            def run() -> list[torch.Tensor]:
+                self._chain(own, before, None, (bounds, together), is_likeliest=True)
+                return [packed, lengths, together]
+
+            return run
+
+        assert step.draft_packed is not None and step.draft_lens is not None
+        inputs = [step.fields, step.draft_packed, step.draft_lens, *outputs, *states]
+        if self._tapes is None:
+            bind(inputs)()
+        else:
+            self._tapes.run(("chain", step.shape.num_model_drafts), bind, inputs, step.shape.batch, ends=step.draft_ends)
+
+    @staticmethod
+    def _outputs_of(step: StepTensors) -> Outputs | None:
+        """On CPU, of a drafter whose word is looked at: see `Standing`."""
+        if step.chances is None:
+            return None
+        return torch.tensor([step.shape.trust, step.shape.least_standing]), torch.ones(step.shape.batch)
+
+    def _chain(
+        self, step: StepTensors, states: list[torch.Tensor], is_ended: torch.Tensor | None, outputs: Outputs | None, *, is_likeliest: bool
+    ) -> None:
+        """Draft after draft. is_ended [B] int32: where it is not 0 there are none."""
+        table, drafter, shape, least = self._table, self._drafter, step.shape, self._config.min_draft_confidence
+        packed, lengths = step.draft_packed, step.draft_lens
+        assert drafter is not None and packed is not None and lengths is not None
+        standing = None if step.chances is None or outputs is None else Standing(step.chances, step.indices, *outputs)
+        for number in range(shape.num_model_drafts):
+            judged = self._block.judge(states, number) if self._block is not None and (least or standing is not None) else None
+            if judged is not None and least:
+                is_low = (judged < least).int()
+                is_ended = is_low if is_ended is None else torch.maximum(is_ended, is_low)
+            logits = self._logits(drafter, states, number)
+            if self.grammars:
+                logits = mask_draft(logits, table, step.indices, number, self.grammars)
+            chosen = None
+            if standing is not None:
+                likeliest, own = ops.likeliest(logits)
+                standing.note(number, own if judged is None else judged, is_ended)
+                chosen = likeliest if is_likeliest else None
+            chosen = self._choose_draft(step, logits, number, chosen)
+            ops.append_draft(packed, lengths, table, step.fields, chosen, self._page_table, step.sizes, number, is_ended)
+            if step.fields.device.type == "cpu":
+                note_time(step.draft_ends)
+            if standing is not None and standing.is_enough():
+                break
+            if number + 1 < shape.num_model_drafts:
+                states = self._extend(drafter, packed, states, number + 1, step.draft_attention)
+
+    def _choose_draft(self, step: StepTensors, logits: torch.Tensor, number: int, chosen: torch.Tensor | None) -> torch.Tensor:
+        """Draft `number` of each request [B] int32, of logits [B, V]. chosen: what is known to be the target's rule's."""
         table, options = self._table, step.shape.options
-        if self._config.draft_sampling == "greedy":
+        if chosen is None and self._config.draft_sampling == "greedy":
             chosen = ops.argmax(logits).int()
-        else:  # with the noise that the target will draw with at that place
+        elif chosen is None:  # with the noise that the target will draw with at that place
             ones = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
             chosen, _ = ops.choose(logits, table, step.indices, ones, ahead=number)
         if options & (Options.REJECTION | Options.TOP_P):
             chosen = self._distributions.draw(logits, step.indices, chosen, number, options)
         return chosen
-
-
-def greatest_probability(logits: torch.Tensor) -> torch.Tensor:
-    """[B, V] -> [B] float32, above 0."""
-    return as_chances((logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_())
-
-
-def as_chances(chances: torch.Tensor) -> torch.Tensor:
-    """[B] float32, above 0: also of what is no number, which costs a drafter its drafts and nothing else."""
-    return chances.nan_to_num(0.0).clamp(min=1e-6)
 
 
 def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | ops.SplitAttention | None) -> DrafterRows:

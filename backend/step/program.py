@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ from backend.step.options import Options
 from backend.step.pieces import Pieces
 from backend.step.scores import score_emitted, score_prompt, score_width
 from backend.step.shared_rows import NEED_ALL, choose_own_rows
+from backend.step.tapes import Tapes, find_tapes
 from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops, step_rows
 from kernels.request_table import RequestTable
@@ -65,7 +66,8 @@ class Program:
         self.distributions = Distributions(table, config, most)
         self.bad_words = BadWords(table)
         self._attending = Attending(page_table, store.page_size, max_model_len, dtype, model.heads)
-        self.drafting = DraftPhase(config, table, drafter, self._attending, self.distributions)
+        self._tapes = find_tapes(model, dtype, table.device)
+        self.drafting = DraftPhase(config, table, drafter, self._attending, self.distributions, self._tapes)
         self.rounds_activations = False
         """Whether inputs of products with e4m3 weights are rounded to e4m3, too."""
         reports_chances = drafter is not None and table.device.type == "cpu"
@@ -83,6 +85,10 @@ class Program:
             times.append(time.perf_counter())
             phase(step)
         return [*times, time.perf_counter()]
+
+    def has_recorded(self) -> bool:
+        """Whether anything was, or was compared, since this was asked before: see `Tapes`."""
+        return self._tapes is not None and self._tapes.take_news()
 
     @property
     def page_size(self) -> int:
@@ -210,16 +216,35 @@ class Program:
             wanted = Wanted(rows.logit_rows, step.wanted_attention)
         entering = dict.fromkeys(self._drafter.tapped_layers, slots) if self._drafter is not None else {}
         with ops.rounding_activations(self.rounds_activations):
-            if pieces is None:
-                step.hidden = self._model.forward(token_ids, positions, slots, self._cache, attention, wanted, entering)
-            else:
+            if pieces is not None:
                 step.hidden = pieces.forward(step.sizes.rows, attention, wanted, entering)
+            elif self._tapes is not None and wanted is None:
+                step.hidden = self._forward_recorded(self._tapes, rows.packed, attention, entering)
+            else:
+                step.hidden = self._model.forward(token_ids, positions, slots, self._cache, attention, wanted, entering)
         if self._tap is not None:
             kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
             self._tap.index_copy_(0, tap_slots, kept)
         if self._drafter is not None and self._drafter.keeper is not None:
             own, drafter = step.sizes.page_stride, step.sizes.drafter_stride
             self._drafter.keeper.keep(entering, positions, slots // own * drafter + slots % own)
+
+    def _forward_recorded(self, tapes: Tapes, packed: torch.Tensor, attention: ops.Plan, entering: dict[int, torch.Tensor]) -> torch.Tensor:
+        tapped = tuple(entering)
+
+        def bind(inputs: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+            token_ids, positions, slots, _ = inputs[0]
+
+            def run() -> list[torch.Tensor]:
+                own = dict.fromkeys(tapped, token_ids)
+                hidden = self._model.forward(token_ids, positions, slots, self._cache, attention, None, own)
+                return [hidden, *(own[layer] for layer in tapped)]
+
+            return run
+
+        hidden, *states = tapes.run("forward", bind, [packed], packed.shape[1], attention)
+        entering.update(zip(tapped, states))
+        return hidden
 
     def _wants_few(self, shape: StepShape) -> bool:
         """Whether the states of most rows are of no use: those of prompts but for the last, unless a drafter or scores read them."""

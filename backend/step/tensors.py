@@ -136,6 +136,9 @@ def select_drafting(step: StepTensors, is_alone: torch.Tensor | None) -> StepTen
     is_asked = step.fields[DRAFTER_COUNT] != 0
     if is_alone is not None:
         is_asked &= is_alone == 0
+    if not step.shape.num_prompts and bool(is_asked.all()):
+        count = step.shape.batch
+        return dataclasses.replace(step, draft_packed=torch.zeros(3, count, dtype=torch.long), draft_lens=torch.zeros(count, dtype=torch.int32))
     own = is_asked.nonzero()[:, 0]
     count, rows = len(own), step.rows
     assert rows is not None

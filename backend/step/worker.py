@@ -28,6 +28,7 @@ from backend.step.options import Options
 from backend.step.plan import MILLION, StepPlan
 from backend.step.program import Program
 from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
+from backend.step.times import StepTimes
 from kernels import ops
 from kernels.request_table import RequestTable
 from kernels.structs import COUNT, INDEX, NUM_FIELDS
@@ -36,21 +37,6 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 3
 """Host buffers in turn: one is written while another's copy may be under way."""
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds of one step's phases, of the device."""
-
-    forward: float = 0.0
-    decide: float = 0.0
-    draft: float = 0.0
-    drafts: tuple[float, ...] = field(default=(), kw_only=True)
-    """Of the phase draft, until each of the model drafter's drafts was made; where they are made one after the other on CPU."""
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.decide + self.draft
 
 
 @dataclass(slots=True)
@@ -117,13 +103,13 @@ class Worker:
         self.dtype = pick_dtype(config, self.device)
         self.cache_dtype = pick_cache_dtype(config, self.dtype, self.device)
         """Of the target's keys and values."""
-        self._threads_for = threads_for(config)
         # Ranks that stop at different drafts, for the last bits of a sum, would wait for one another.
         self._stops_early = self.device.type == "cpu" and ranks.size == 1
         # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
         with cpu_threads(1):
             self._load(config, ranks)
+        self._threads_for = threads_for(config, self.model.num_multiplied)
 
     def _load(self, config: EngineConfig, ranks: Ranks) -> None:
         self.model: Model = load_model(
@@ -228,7 +214,8 @@ class Worker:
             self.program.masks, self.program.drafting.grammars = torch.from_numpy(masks), grammars or {}
             times = self.program.finish(step)
             phases = [begun.forward_seconds, *(end - begin for begin, end in zip(times, times[1:]))]
-            seconds = StepTimes(*phases, drafts=tuple(end - times[-2] for end in step.draft_ends))
+            drafts = tuple(end - times[-2] for end in step.draft_ends)
+            seconds = StepTimes(*phases, drafts=drafts, is_first=self.program.has_recorded())
             read = _host_copies(step)
             results = Results(self._read(plan, read), read.rows[: plan.num_rows], seconds)
         return Launched(lambda: results, lambda: True)

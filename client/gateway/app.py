@@ -204,6 +204,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def page() -> Response:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
+    app.openapi()  # kept: made later, HEAD beside GET would be two operations of one name, which generators of clients refuse
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")  # by which load generators look whether there are metrics

@@ -38,6 +38,12 @@ def _url(text: str) -> str:
     return text
 
 
+def _name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"a model's name has characters, got {text!r:.100}")
+    return text
+
+
 def _bytes(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r:.100}")
@@ -56,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1, and with --api-keys all: 0.0.0.0)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}")
     parser.add_argument(
-        "--served-model-name", nargs="+", default=["foretoken"], metavar="NAME", help="what clients call the model (default foretoken)"
+        "--served-model-name", nargs="+", type=_name, default=["foretoken"], metavar="NAME", help="what clients call the model (default foretoken)"
     )
     parser.add_argument(
         "--metrics-url", type=_url, action="append", default=[], metavar="URL", help="of the server's metrics, which /metrics then has too"

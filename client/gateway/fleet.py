@@ -20,6 +20,7 @@ from typing import Any
 from client.gateway.beginnings import Beginnings, cut
 from client.gateway.metrics import Metrics
 from client.gateway.upstream import Corpus, Upstream
+from client.loopback import check_address
 from client.messages import Chunk, GenerateError
 
 logger = logging.getLogger("foretoken.gateway")
@@ -253,9 +254,7 @@ def split_addresses(text: str) -> list[str]:
     """The addresses of HOST:PORT,... Raises ValueError naming the one that is none."""
     found = [part.strip() for part in text.split(",")]
     for part in found:
-        host, _, port = part.rpartition(":")
-        if not host or "/" in part or not port.isdigit() or not 1 <= int(port) <= 65535:
-            raise ValueError(f"{part!r:.100} is no HOST:PORT")
+        check_address(part)
     if len(set(found)) != len(found):
         raise ValueError("an address is named twice")
     return found

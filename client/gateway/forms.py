@@ -16,6 +16,10 @@ TokenBytes = Mapping[int, bytes]
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
+class SpecialToken(bytes):
+    """What a token writes that texts leave out, unless `skip_special_tokens` is false."""
+
+
 def show(token: bytes) -> str:
     """A token as OpenAI writes it: its text, or its bytes where it is part of a character."""
     try:
@@ -91,6 +95,10 @@ class CompletionForm(Form):
 
     id_prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
+    def __init__(self, request: CompletionRequest) -> None:
+        super().__init__(request)
+        self._has_special = request.skip_special_tokens is False
+
     def _content(self, index: int, chunk: Chunk, is_first: bool, is_streamed: bool) -> dict[str, Any]:
         return {"text": chunk.text}
 
@@ -102,9 +110,14 @@ class CompletionForm(Form):
         unscored = [None] * (len(chunk.token_ids) - len(entries))
         offsets = []
         for place, piece in enumerate(pieces):
-            offsets.append(written.num_characters)
-            if chunk.sources[place] != "prompt" or chunk.text.startswith(piece, written.num_characters):  # its special tokens are not in the text
-                written.num_characters += len(piece)
+            own = show(tokens[chunk.token_ids[place]])
+            # Before it the piece has what bytes of earlier tokens became that are no character.
+            offsets.append(written.num_characters + (len(piece) - len(own) if piece.endswith(own) else 0))
+            if chunk.sources[place] == "prompt":
+                is_in_text = chunk.text.startswith(piece, written.num_characters)
+            else:  # not by the text, which may come later
+                is_in_text = self._has_special or not isinstance(tokens[chunk.token_ids[place]], SpecialToken)
+            written.num_characters += len(piece) if is_in_text else 0
         return {
             "tokens": [self._show(i, tokens) for i in chunk.token_ids],
             "token_logprobs": [*unscored, *(entry["logprob"] for entry in entries)],

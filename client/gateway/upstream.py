@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from client.aio import AsyncClient
+from client.gateway.forms import SpecialToken
 from client.messages import Chunk, GenerateError
 from client.silence import Watch
 
@@ -94,9 +95,11 @@ class Upstream:
         return (await self._client.infer("tokenizer", input_ids=token_ids))["text_output"][0].decode("utf-8", "replace")
 
     async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
-        """What each token writes; asked of the server once for each. Raises GenerateError."""
+        """What each token writes, of special ones as SpecialToken; asked of the server once for each. Raises GenerateError."""
         if unknown := sorted({i for i in token_ids if i not in self._tokens}):
-            self._tokens.update(zip(unknown, (await self._client.infer("tokenizer", input_ids=unknown))["tokens"]))
+            found = await self._client.infer("tokenizer", input_ids=unknown)
+            marks = found.get("is_special", [False] * len(unknown))  # older servers do not tell
+            self._tokens.update((i, SpecialToken(token) if mark else token) for i, token, mark in zip(unknown, found["tokens"], marks))
         return [self._tokens[i] for i in token_ids]
 
     async def add_suffix_corpus(self, request_id: str, corpus: Corpus) -> dict[str, int]:

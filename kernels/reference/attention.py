@@ -146,13 +146,14 @@ def plan_attention(
     device: torch.device | str = "cpu",
     window: int | None = None,
     seen: np.ndarray | None = None,
+    min_query_len: int = 0,
 ) -> AttentionPlan:
     """Groups requests of like length, so that one call serves many of them and little of it is padding.
 
     query_lens and seq_lens [B]: new tokens, and all tokens with them; page_ids [B][>= pages of seq_len]; num_groups =
     H / Hkv. Page ids past those of seq_len are not read. window: tokens that a query sees, itself with them; None: all. seen [sum of query_lens]
     int64: of a request whose new tokens are a tree, which of them each query sees, a bit each from the lowest on; it sees all tokens before
-    them too. 0: it sees what comes before it.
+    them too. 0: it sees what comes before it. min_query_len: requests of fewer new tokens are left out.
     """
     starts = [0, *itertools.accumulate(query_lens)]
     # The pages that hold what the queries see.
@@ -161,7 +162,7 @@ def plan_attention(
         firsts = [max(0, n - q - window + 1) // page_size for q, n in zip(query_lens, seq_lens)]
     needed = [-(-length // page_size) - first for length, first in zip(seq_lens, firsts)]
     # A call costs little beside its products, padding is multiplied like all else: only what is nearly as wide and as long goes together.
-    kinds = sorted((bisect.bisect_left(WIDTHS, q), needed[b], b) for b, q in enumerate(query_lens) if q <= MAX_GROUPED_QUERIES)
+    kinds = sorted((bisect.bisect_left(WIDTHS, q), needed[b], b) for b, q in enumerate(query_lens) if min_query_len <= q <= MAX_GROUPED_QUERIES)
     buckets: list[list[int]] = []
     last, limit = -1, 0
     for kind, count, b in kinds:
@@ -221,7 +222,7 @@ def plan_attention(
         return AttentionPlan(groups, max(seq_lens, default=0))
 
     def make(window: int) -> AttentionPlan:
-        return plan_attention(query_lens, seq_lens, page_ids, page_size, num_groups, dtype, device, window, seen)
+        return plan_attention(query_lens, seq_lens, page_ids, page_size, num_groups, dtype, device, window, seen, min_query_len)
 
     return AttentionPlan(groups, max(seq_lens, default=0), make)
 
@@ -247,8 +248,10 @@ def append_attention(
     plan: AttentionPlan,
     window: int | None = None,
     cap: float | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of packed queries [T, H, D] of mixed lengths over paged keys and values, causal among the new tokens -> [T, H, D].
+    """Attention of packed queries [T, H, D] of mixed lengths over paged keys and values, causal among the new tokens -> [T, H, D], in `out`
+    if that is given.
 
     The new tokens' keys and values are in their pages already; of pages in e4m3 the codes are taken as they are (`CacheScales` has the scales).
     window: tokens that a query sees, itself with them; cap: scores become cap tanh(score / cap).
@@ -256,7 +259,7 @@ def append_attention(
     plan = plan.within(window)
     num_kv, size = key_pages.shape[-2:]
     num_groups = query.shape[1] // num_kv
-    out = torch.empty_like(query)
+    out = torch.empty_like(query) if out is None else out
     for group in plan.groups:
         batch, width = group.shape
         q = query[group.rows].view(batch, width, num_kv, num_groups, size)
