@@ -44,7 +44,7 @@ class RunningServer:
     log: Path
     process: Popen
     repository: Path
-    _pace: threading.Lock = field(default_factory=threading.Lock)
+    _pace: threading.RLock = field(default_factory=threading.RLock)
     """Held by whoever lets the process that computes run, or stops it."""
 
     @property
@@ -148,11 +148,25 @@ class RunningServer:
         """The engine stands still once so many completions have some tokens, and are far from their end: however long a browser takes.
 
         Within `cancels` or `slowed`, from before they are asked for: counts come late on a busy machine, tokens do not."""
-        assert wait_until(lambda: self.metric("foretoken_requests_running") == count), "other requests run"
-        begun = self.metric("foretoken_steps_total")
-        assert wait_until(lambda: self.metric("foretoken_steps_total") >= begun + 20), "no step is taken"
-        with self.engine_held():
-            yield
+        pids = self._engine_pids()
+
+        def reaches(is_true: Callable[[], bool]) -> bool:
+            """A look, and a slot of time: while counts are late the engine does not run on."""
+
+            def look() -> bool:
+                if is_true():
+                    return True
+                self._give_slot(pids)
+                return False
+
+            return wait_until(look)
+
+        with self._pace:
+            assert reaches(lambda: self.metric("foretoken_requests_running") == count), "other requests run"
+            begun = self.metric("foretoken_steps_total")
+            assert reaches(lambda: self.metric("foretoken_steps_total") >= begun + 20), "no step is taken"
+            with self.engine_held():
+                yield
 
     @contextlib.contextmanager
     def slowed(self) -> Iterator[None]:
@@ -160,19 +174,14 @@ class RunningServer:
         done with it what it means to, however quick the machine and slow the test. Not for tests that stop such a process themselves."""
         pids, is_over = self._engine_pids(), threading.Event()
 
-        def send(number: int) -> None:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-
         def pace() -> None:
-            while not is_over.wait(0.09):
+            given = 0.01
+            while not is_over.wait(9 * given):
                 with self._pace:
-                    send(signal.SIGCONT)
-                    time.sleep(0.01)
-                    send(signal.SIGSTOP)
-            send(signal.SIGCONT)
+                    given = self._give_slot(pids)
+            self._send(pids, signal.SIGCONT)
 
+        self._send(pids, signal.SIGSTOP)
         thread = threading.Thread(target=pace)
         thread.start()
         try:
@@ -180,6 +189,20 @@ class RunningServer:
         finally:
             is_over.set()
             thread.join()
+
+    def _give_slot(self, pids: list[int]) -> float:
+        """A hundredth of a second to processes that are stopped; how long it was, on a machine that lets this one wait, too."""
+        begun = time.monotonic()
+        self._send(pids, signal.SIGCONT)
+        time.sleep(0.01)
+        self._send(pids, signal.SIGSTOP)
+        return time.monotonic() - begun
+
+    @staticmethod
+    def _send(pids: list[int], number: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     @contextlib.contextmanager
     def engine_held(self) -> Iterator[None]:
