@@ -1,8 +1,10 @@
-"""Whole answers on CPU in turns: by torch's operations, by the compiled kernels (`kernels/cpu`), and by those as they were recorded (`kernels.tape`).
+"""Whole answers on CPU in turns: by torch's operations, by the compiled kernels (`kernels/cpu`), and by those as they were recorded (`kernels.tape`);
+on a processor with a matrix unit (AMX) recorded without it, too.
 
     python -m benchmarks.cpu_kernels [--model DIR] [--threads 1] [--rounds 5] [--tokens 128] [--busy 1]
 
-Three processes hold the same engine, one of them with FORETOKEN_CPU_KERNELS=0, one with FORETOKEN_CPU_TAPES=0; while one answers the others wait.
+Processes hold the same engine, one of them with FORETOKEN_CPU_KERNELS=0, one with FORETOKEN_CPU_TAPES=0, one with FORETOKEN_CPU_KERNELS=avx512; while
+one answers the others wait.
 Tokens a second (of prompts: of the prompt), the best of all rounds, and the median of the rounds' ratios. Held-out code, float32, greedy, without a
 prefix cache.
 """
@@ -22,13 +24,17 @@ from typing import Any
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
 from benchmarks.workloads import completion_requests
+from kernels._load_cpu import own_level
 
 EAGLE3: dict[str, Any] = {"method": "eagle3", "model": str(DEFAULT_DRAFTER), "num_model_steps": 4, "num_speculative_tokens": 4, "adaptive": False}
-KINDS = {"torch": {"FORETOKEN_CPU_KERNELS": "0"}, "compiled": {"FORETOKEN_CPU_TAPES": "0"}, "recorded": {}}
+KINDS = {"torch": {"FORETOKEN_CPU_KERNELS": "0"}, "compiled": {"FORETOKEN_CPU_TAPES": "0"}}
+if own_level() == "amx":
+    KINDS["without AMX"] = {"FORETOKEN_CPU_KERNELS": "avx512"}
+KINDS["recorded"] = {}
 
 
 def answer(options: argparse.Namespace) -> None:
-    """One of the three: a line on stdin names a case, a line on stdout has its tokens a second."""
+    """One of them: a line on stdin names a case, a line on stdout has its tokens a second."""
     common: dict[str, Any] = {"device": "cpu", "num_threads": options.threads, "enable_prefix_caching": False, "kv_cache_memory": "512MiB"}
     prompts = [prompt for prompt, _ in completion_requests(16)]
     params = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
@@ -84,11 +90,14 @@ def main() -> None:
     cases, *_ = [ask(name) for name in KINDS]
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
     print(f"{options.threads} threads, {options.busy} busy processes, tokens/s")
-    print("| | torch | compiled | recorded | x torch | x compiled |\n|---|---|---|---|---|---|")
+    others_than = [name for name in KINDS if name != "recorded"]
+    print(
+        "\n".join(["| | " + " | ".join([*KINDS, *(f"x {name}" for name in others_than)]) + " |", "|---" * (len(KINDS) + len(others_than) + 1) + "|"])
+    )
     for case in cases:
         speeds = [{name: ask(name, case) for name in KINDS} for _ in range(options.rounds + 1)][1:]
         best = [f"{max(speed[name] for speed in speeds):.0f}" for name in KINDS]
-        ratios = [f"{statistics.median(speed['recorded'] / speed[name] for speed in speeds):.2f}" for name in ("torch", "compiled")]
+        ratios = [f"{statistics.median(speed['recorded'] / speed[name] for speed in speeds):.2f}" for name in others_than]
         print(f"| {' | '.join([case, *best, *ratios])} |", flush=True)
     for other in others:
         other.kill()

@@ -25,13 +25,11 @@ SOURCES = Path(__file__).parent / "cpu"
 BUILT = SOURCES / "built"
 """What setup compiles."""
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-Wall")
-LEVELS = {
-    "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "any": (),
-}
-"""What is compiled for, and its options: x86-64's levels 4 and 3, and what every processor has. Not the very processor at hand: an image is built
-on one and runs on others."""
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+LEVELS = {"amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512": _AVX512, "avx2": _AVX2, "any": ()}
+"""What is compiled for, and its options, the best one first: a matrix unit, x86-64's levels 4 and 3, and what every processor has. Not the very
+processor at hand: an image is built on one and runs on others."""
 
 
 def parse_flags(cpuinfo: str) -> frozenset[str]:
@@ -41,15 +39,28 @@ def parse_flags(cpuinfo: str) -> frozenset[str]:
 
 def level_of(flags: frozenset[str]) -> str:
     """The best of LEVELS that a processor with these flags runs."""
-    return next(name for name, options in LEVELS.items() if all(option[2:] in flags for option in options))
+    return next(name for name, options in LEVELS.items() if all(option[2:].replace("-", "_") in flags for option in options))
+
+
+def _is_given_tiles() -> bool:
+    """Whether the kernel lets this process use the matrix unit's registers: it is to be asked (Linux, Documentation/arch/x86/xstate.rst)."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 @functools.cache
 def own_level() -> str:
+    """The best of LEVELS that this process can use; FORETOKEN_CPU_KERNELS may name a lower one."""
     try:
-        return level_of(parse_flags(Path("/proc/cpuinfo").read_text()))
+        flags = parse_flags(Path("/proc/cpuinfo").read_text())
     except OSError:
         return "any"
+    level = level_of(flags)
+    if level == "amx" and not _is_given_tiles():
+        level = level_of(flags - {"amx_tile"})
+    asked = os.environ.get("FORETOKEN_CPU_KERNELS", level)
+    names = list(LEVELS)
+    return asked if asked in LEVELS and names.index(asked) > names.index(level) else level
 
 
 def compile_sources(level: str, folder: Path | None = None) -> Path:
@@ -81,17 +92,28 @@ def compile_sources(level: str, folder: Path | None = None) -> Path:
     return path
 
 
+def compile_for(level: str, folder: Path | None = None) -> Path:
+    """As compile_sources; by a compiler that knows of no matrix unit (GCC before 11) without one. Raises KernelError."""
+    try:
+        return compile_sources(level, folder)
+    except KernelError as error:
+        if level != "amx":
+            raise
+        logger.warning("steps on CPU do without the processor's matrix unit: %s", error)
+        return compile_sources("avx512", folder)
+
+
 @functools.cache
 def _find() -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(str(compile_sources(own_level())))
+        return ctypes.CDLL(str(compile_for(own_level())))
     except (KernelError, OSError) as error:
         logger.warning("steps on CPU run by torch alone, which takes two to three times as long: %s", error)
         return None
 
 
 def find_library() -> ctypes.CDLL | None:
-    """None where it cannot be made, or FORETOKEN_CPU_KERNELS is 0; the reason is logged, once."""
+    """None where it cannot be made, or FORETOKEN_CPU_KERNELS is 0 (a name of LEVELS: that one at most); the reason is logged, once."""
     return None if os.environ.get("FORETOKEN_CPU_KERNELS") == "0" else _find()
 
 
@@ -99,4 +121,4 @@ if __name__ == "__main__":
     # For this machine's processor, or for all that an image may run on.
     is_for_all = sys.argv[1:] == ["--all"] and platform.machine() in ("x86_64", "AMD64")
     for level in LEVELS if is_for_all else [own_level()]:
-        compile_sources(level, BUILT)
+        compile_for(level, BUILT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,27 +48,55 @@ PIECE = 1 << 22
 """Weights that are laid out at a time: what that takes beside what stays."""
 
 
-def pack(weight: torch.Tensor, width: int) -> tuple[torch.Tensor, bool]:
-    """weight [out, in] float32 -> panels [P, in, width] of `width` outputs each, and whether they are in bfloat16: where that changes no weight.
+TILE_INPUTS, TILE_OUTPUTS = 32, 16
+"""Of a tile of weights: see cpu/tiles.h."""
 
-    In bfloat16 [P, in, width / 2] int32: output j of a panel is the upper half of word j, output j + width / 2 the lower one.
-    """
-    num_outputs, num_inputs = weight.shape
+
+def is_half(weight: torch.Tensor) -> bool:
+    """Whether float32 weights [out, in] are numbers of bfloat16, every one."""
+    rows = max(1, PIECE // max(1, weight.shape[1]))
+    return not any((piece.contiguous().view(torch.int32) & 0xFFFF).any() for piece in weight.split(rows))
+
+
+def _bits(weight: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some panels of `width` outputs at a time: which ones, and the words of their weights [n, width, in], 0 past the last output."""
+    num_inputs = weight.shape[1]
     count = max(1, PIECE // (num_inputs * width))
-    pieces = weight.split(count * width)
-    is_half = not any((piece.contiguous().view(torch.int32) & 0xFFFF).any() for piece in pieces)
-    made = torch.zeros(-(-num_outputs // width), num_inputs, width // 2 if is_half else width, dtype=torch.int32)
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(weight.split(count * width)):
         missing = -len(piece) % width
         whole = torch.cat([piece, piece.new_zeros(missing, num_inputs)]) if missing else piece
-        bits = whole.contiguous().view(torch.int32).view(-1, width, num_inputs).transpose(1, 2)
-        own = made[number * count : number * count + len(bits)]
+        bits = whole.contiguous().view(torch.int32).view(-1, width, num_inputs)
+        yield slice(number * count, number * count + len(bits)), bits
+
+
+def pack(weight: torch.Tensor, width: int, is_half: bool) -> torch.Tensor:
+    """weight [out, in] float32 -> panels [P, in, width] of `width` outputs each, as int32.
+
+    is_half: in bfloat16 [P, in, width / 2]; output j of a panel is the upper half of word j, output j + width / 2 the lower one.
+    """
+    num_outputs, num_inputs = weight.shape
+    made = torch.zeros(-(-num_outputs // width), num_inputs, width // 2 if is_half else width, dtype=torch.int32)
+    for own, bits in _bits(weight, width):
         if is_half:
-            upper, lower = bits.chunk(2, dim=2)
-            torch.bitwise_or(upper, lower >> 16 & 0xFFFF, out=own)
+            upper, lower = bits.transpose(1, 2).chunk(2, dim=2)
+            torch.bitwise_or(upper, lower >> 16 & 0xFFFF, out=made[own])
         else:
-            own.copy_(bits)
-    return made, is_half
+            made[own] = bits.transpose(1, 2)
+    return made
+
+
+def pack_tiles(weight: torch.Tensor, width: int) -> torch.Tensor:
+    """weight [out, in], numbers of bfloat16 -> panels [P, blocks, width / 16, 16, 16, 2] int16 of `width` outputs each.
+
+    A block is 32 inputs, 0 past the last one; of a block tiles of 16 outputs: [pair of inputs, output, input of the pair].
+    """
+    num_outputs, num_inputs = weight.shape
+    blocks, tiles, pairs = -(-num_inputs // TILE_INPUTS), width // TILE_OUTPUTS, TILE_INPUTS // 2
+    made = torch.zeros(-(-num_outputs // width), blocks, tiles, pairs, TILE_OUTPUTS, 2, dtype=torch.int16)
+    for own, bits in _bits(weight, width):
+        halves = torch.nn.functional.pad(bits.view(torch.int16)[..., 1::2], (0, blocks * TILE_INPUTS - num_inputs))
+        made[own] = halves.view(-1, tiles, TILE_OUTPUTS, blocks, pairs, 2).permute(0, 3, 1, 4, 2, 5)
+    return made
 
 
 class PanelWeight:
@@ -78,7 +107,10 @@ class PanelWeight:
         assert library is not None, "is_usable comes first"
         self._run = library.foretoken_linear
         self.out_features, self.in_features = weight.shape
-        self.panels, self.is_half = pack(weight, library.foretoken_panel())
+        self.is_half = is_half(weight)
+        width = library.foretoken_panel(self.is_half)
+        is_tiled = self.is_half and library.foretoken_has_tiles()
+        self.panels = pack_tiles(weight, width) if is_tiled else pack(weight, width, self.is_half)
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._own = _Weight(
             self.panels.data_ptr(), None if self._bias is None else self._bias.data_ptr(), self.in_features, self.out_features, self.is_half

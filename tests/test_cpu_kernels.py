@@ -75,11 +75,13 @@ def test_products(level: str, shape: tuple[int, int], is_half: bool) -> None:
 
 def test_weights_are_laid_out_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for weight in (torch.randn(203, 7), torch.randn(203, 7).bfloat16().float(), torch.randn(7, 203).t()):
-        whole = panels.pack(weight, 32)
-        with monkeypatch.context() as patched:
-            patched.setattr(panels, "PIECE", 500)
-            pieces = panels.pack(weight, 32)
-        assert torch.equal(whole[0], pieces[0]) and whole[1] == pieces[1] and len(whole[0]) == 7
+        is_half = panels.is_half(weight)
+        ways = [functools.partial(panels.pack, weight, 32, is_half), *([functools.partial(panels.pack_tiles, weight, 64)] if is_half else [])]
+        for way in ways:
+            whole = way()
+            with monkeypatch.context() as patched:
+                patched.setattr(panels, "PIECE", 500)
+                assert torch.equal(whole, way()) and panels.is_half(weight) == is_half
 
 
 def test_products_of_parts_of_tensors(level: str) -> None:
@@ -417,7 +419,47 @@ def test_levels() -> None:
         "processor\t: 0\nflags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512cd avx512dq avx512vl\n\nprocessor\t: 1\nflags\t\t: fpu\n"
     )
     assert level_of(flags) == "avx512" and level_of(flags - {"avx512vl"}) == "avx2" and level_of(flags - {"fma"}) == "any"
+    with_tiles = flags | {"amx_tile", "amx_bf16"}
+    assert level_of(with_tiles) == "amx" and level_of(with_tiles - {"amx_bf16"}) == "avx512" == level_of(with_tiles - {"amx_tile"})
     assert parse_flags("Features : asimd") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_given", "expected"),
+    [(None, True, "amx"), (None, False, "avx512"), ("avx2", True, "avx2"), ("amx", False, "avx512"), ("1", True, "amx"), ("any", False, "any")],
+)
+def test_the_level_of_a_process(asked: str | None, is_given: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No matrix unit where Linux does not give it; a lower level where one is asked for."""
+    monkeypatch.setattr(_load_cpu, "parse_flags", lambda text: frozenset(option[2:].replace("-", "_") for option in LEVELS["amx"]))
+    monkeypatch.setattr(_load_cpu, "_is_given_tiles", lambda: is_given)
+    if asked is None:
+        monkeypatch.delenv("FORETOKEN_CPU_KERNELS", raising=False)
+    else:
+        monkeypatch.setenv("FORETOKEN_CPU_KERNELS", asked)
+    assert own_level.__wrapped__() == expected
+
+
+def test_a_compiler_that_knows_no_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    old = tmp_path / "old-c++"
+    old.write_text(f'#!/bin/sh\ncase "$*" in *amx*) echo "unrecognized option" >&2; exit 1;; esac\nexec {shutil.which("g++")} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    level = "amx" if own_level() in ("amx", "avx512") else own_level()
+    made = _load_cpu.compile_for(level, tmp_path / "built")
+    assert ctypes.CDLL(str(made)) and "amx" not in made.name
+    assert ("without the processor's matrix unit" in caplog.text) == (level == "amx")
+
+
+def test_parts_of_numbers_are_the_numbers(level: str) -> None:
+    """Of weights that bfloat16 has: 1 gives back every float32, small and great; infinities and what is no number stay in their row."""
+    least, most = torch.finfo(torch.float32).tiny * 2**40, torch.finfo(torch.float32).max
+    x = torch.tensor([1 + 2**-23, -1 - 2**-23, 1 / 3, most, -most, least, 2**-20 + 2**-43, 16777215.0, 0.0, 65535.99])[:, None]
+    own = PanelLinear(torch.ones(40, 1))
+    assert own._weight.is_half
+    assert torch.equal(own(x), x.expand(-1, 40))
+    assert torch.equal(own(x.t().expand(3, -1).contiguous()[:, :1]), x[:1].expand(3, 40))
+    odd = torch.tensor([[torch.inf], [-torch.inf], [torch.nan], [2.0]])
+    assert torch.equal(own(odd)[:2], odd[:2].expand(-1, 40)) and own(odd)[2].isnan().all() and (own(odd)[3] == 2).all()
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

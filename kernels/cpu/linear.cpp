@@ -7,13 +7,14 @@
 #include "kernels.h"
 #include "pool.h"
 #include "rows.h"
+#include "tiles.h"
 
 constexpr int PANEL = 2 * LANES;
 constexpr long SHARED = 1 << 16;  // numbers of what stands around a product that other threads are woken for
 constexpr long BLOCK = 2048 / LANES;  // inputs of a panel that many rows take one after the other: the weights of a block stay in the first cache
 
 struct Weight {
-  const void* panels;  // [ceil(out / PANEL), in, PANEL]; what is past `out` is 0
+  const void* panels;  // [ceil(out / PANEL), in, PANEL]; what is past `out` is 0. In tiles: see tiles.h
   const float* bias;   // [out] or null
   int64_t in, out;
   int64_t is_half;  // bfloat16, two to a word: output j of a panel is the upper half of word j, output j + LANES the lower one
@@ -210,11 +211,62 @@ void product(const Weight& weight, const float* x, long rows, float* out, long o
   many<Type>(weight, x, rows, out, out_stride, adds, threads);
 }
 
+#if FORETOKEN_TILES
+void product_by_tiles(const Weight& weight, const float* x, long rows, long x_stride, float* out, long out_stride, bool adds, int threads) {
+  static thread_local std::vector<uint16_t> kept;
+  const long size = tiles::parted_size(1, weight.in), blocks = tiles::blocks(weight.in);
+  uint16_t* parted = tiles::lines(kept, rows * size);
+  share((rows + tiles::ROWS - 1) / tiles::ROWS, rows * weight.in > SHARED ? threads : 1, [&](long tile) {
+    const long first = tile * tiles::ROWS;
+    tiles::part(x + first * x_stride, std::min(tiles::ROWS, rows - first), x_stride, weight.in, parted + first * size);
+  });
+  const uint32_t* all = static_cast<const uint32_t*>(weight.panels);
+  const long panels = (weight.out + tiles::OUTPUTS - 1) / tiles::OUTPUTS, group = std::max(1L, tiles::KEPT / (tiles::ROWS * size)) * tiles::ROWS;
+  const auto compute = [&](long item, long& shape) {
+    static thread_local std::vector<float> room;
+    const long begin = item / panels * group, end = std::min(rows, begin + group), panel = item % panels, to = panel * tiles::OUTPUTS;
+    const bool is_whole = blocks <= tiles::CHUNK;
+    float* sums = tiles::lines(room, (is_whole ? tiles::ROWS : group) * tiles::OUTPUTS);
+    const uint32_t* own = all + panel * tiles::panel_words(weight.in);
+    for (long block = 0; block < blocks; block += tiles::CHUNK) {
+      const long count = std::min(tiles::CHUNK, blocks - block);
+      for (long first = begin; first < end; first += tiles::ROWS) {
+        const long tile = std::min(tiles::ROWS, end - first);
+        if (tile != shape) tiles::take_shape(shape = tile);
+        const uint16_t* from = parted + first * size + block * tiles::PARTS * tile * tiles::INPUTS;
+        float* made = is_whole ? sums : sums + (first - begin) * tiles::OUTPUTS;
+        tiles::multiply(from, tile, own + block * tiles::WORDS, count, block > 0, first == begin, made);
+        if (block + count == blocks) finish(weight, made, tiles::OUTPUTS, tile, to, tiles::OUTPUTS, out + first * out_stride, out_stride, adds);
+      }
+    }
+  };
+  const long items = (rows + group - 1) / group * panels;
+  if (threads > 1) {
+    share(items, threads, [&](long item) {
+      long shape = 0;
+      compute(item, shape);
+      _tile_release();
+    });
+  } else {
+    long shape = 0;
+    for (long item = 0; item < items; item++) compute(item, shape);
+    _tile_release();
+  }
+}
+#endif
+
 }  // namespace
 
 extern "C" {
 
-int foretoken_panel() { return PANEL; }
+// Outputs of a panel; and whether weights of bfloat16 are in tiles.
+#if FORETOKEN_TILES
+int foretoken_panel(int is_half) { return is_half ? tiles::OUTPUTS : PANEL; }
+int foretoken_has_tiles() { return 1; }
+#else
+int foretoken_panel(int) { return PANEL; }
+int foretoken_has_tiles() { return 0; }
+#endif
 
 // x [rows, in], normalised first where `norm` [in] is given, times the weight -> out [rows, out], or as `mode` says.
 void foretoken_linear(
@@ -227,14 +279,22 @@ void foretoken_linear(
     x = own;
     x_stride = weight->in;
   }
-  if (rows > 1) {
-    float* own = room(interleaved, rows * weight->in);
-    interleave(x, rows, x_stride, weight->in, own, threads);
-    x = own;
-  }
   float* to = mode == GATED ? room(made, rows * weight->out) : out;
   const long stride = mode == GATED ? weight->out : out_stride;
-  (weight->is_half ? product<Half> : product<Full>)(*weight, x, rows, to, stride, mode == ADD, threads);
+#if FORETOKEN_TILES
+  const bool is_tiled = weight->is_half;
+  if (is_tiled) product_by_tiles(*weight, x, rows, x_stride, to, stride, mode == ADD, threads);
+#else
+  constexpr bool is_tiled = false;
+#endif
+  if (!is_tiled) {
+    if (rows > 1) {
+      float* own = room(interleaved, rows * weight->in);
+      interleave(x, rows, x_stride, weight->in, own, threads);
+      x = own;
+    }
+    (weight->is_half ? product<Half> : product<Full>)(*weight, x, rows, to, stride, mode == ADD, threads);
+  }
   if (mode != GATED) return;
   share(rows, rows * weight->out > SHARED ? threads : 1, [&](long r) { gate(to + r * stride, weight->out / 2, out + r * out_stride); });
 }
