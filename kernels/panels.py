@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kernels import huge_pages
 from kernels._load_cpu import find_library
 from kernels.tape import Kind, current
 
@@ -75,7 +76,7 @@ def pack(weight: torch.Tensor, width: int, is_half: bool) -> torch.Tensor:
     is_half: in bfloat16 [P, in, width / 2]; output j of a panel is the upper half of word j, output j + width / 2 the lower one.
     """
     num_outputs, num_inputs = weight.shape
-    made = torch.zeros(-(-num_outputs // width), num_inputs, width // 2 if is_half else width, dtype=torch.int32)
+    made = huge_pages.zeros((-(-num_outputs // width), num_inputs, width // 2 if is_half else width), torch.int32)
     for own, bits in _bits(weight, width):
         if is_half:
             upper, lower = bits.transpose(1, 2).chunk(2, dim=2)
@@ -92,7 +93,7 @@ def pack_tiles(weight: torch.Tensor, width: int) -> torch.Tensor:
     """
     num_outputs, num_inputs = weight.shape
     blocks, tiles, pairs = -(-num_inputs // TILE_INPUTS), width // TILE_OUTPUTS, TILE_INPUTS // 2
-    made = torch.zeros(-(-num_outputs // width), blocks, tiles, pairs, TILE_OUTPUTS, 2, dtype=torch.int16)
+    made = huge_pages.zeros((-(-num_outputs // width), blocks, tiles, pairs, TILE_OUTPUTS, 2), torch.int16)
     for own, bits in _bits(weight, width):
         halves = torch.nn.functional.pad(bits.view(torch.int16)[..., 1::2], (0, blocks * TILE_INPUTS - num_inputs))
         made[own] = halves.view(-1, tiles, TILE_OUTPUTS, blocks, pairs, 2).permute(0, 3, 1, 4, 2, 5)

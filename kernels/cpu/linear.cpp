@@ -214,7 +214,7 @@ void product(const Weight& weight, const float* x, long rows, float* out, long o
 #if FORETOKEN_TILES
 void product_by_tiles(const Weight& weight, const float* x, long rows, long x_stride, float* out, long out_stride, bool adds, int threads) {
   static thread_local std::vector<uint16_t> kept;
-  const long size = tiles::parted_size(1, weight.in), blocks = tiles::blocks(weight.in);
+  const long size = tiles::parted_size(1, weight.in);
   uint16_t* parted = tiles::lines(kept, rows * size);
   share((rows + tiles::ROWS - 1) / tiles::ROWS, rows * weight.in > SHARED ? threads : 1, [&](long tile) {
     const long first = tile * tiles::ROWS;
@@ -223,21 +223,14 @@ void product_by_tiles(const Weight& weight, const float* x, long rows, long x_st
   const uint32_t* all = static_cast<const uint32_t*>(weight.panels);
   const long panels = (weight.out + tiles::OUTPUTS - 1) / tiles::OUTPUTS, group = std::max(1L, tiles::KEPT / (tiles::ROWS * size)) * tiles::ROWS;
   const auto compute = [&](long item, long& shape) {
-    static thread_local std::vector<float> room;
+    alignas(64) float sums[tiles::ROWS * tiles::OUTPUTS];
     const long begin = item / panels * group, end = std::min(rows, begin + group), panel = item % panels, to = panel * tiles::OUTPUTS;
-    const bool is_whole = blocks <= tiles::CHUNK;
-    float* sums = tiles::lines(room, (is_whole ? tiles::ROWS : group) * tiles::OUTPUTS);
     const uint32_t* own = all + panel * tiles::panel_words(weight.in);
-    for (long block = 0; block < blocks; block += tiles::CHUNK) {
-      const long count = std::min(tiles::CHUNK, blocks - block);
-      for (long first = begin; first < end; first += tiles::ROWS) {
-        const long tile = std::min(tiles::ROWS, end - first);
-        if (tile != shape) tiles::take_shape(shape = tile);
-        const uint16_t* from = parted + first * size + block * tiles::PARTS * tile * tiles::INPUTS;
-        float* made = is_whole ? sums : sums + (first - begin) * tiles::OUTPUTS;
-        tiles::multiply(from, tile, own + block * tiles::WORDS, count, block > 0, first == begin, made);
-        if (block + count == blocks) finish(weight, made, tiles::OUTPUTS, tile, to, tiles::OUTPUTS, out + first * out_stride, out_stride, adds);
-      }
+    for (long first = begin; first < end; first += tiles::ROWS) {
+      const long tile = std::min(tiles::ROWS, end - first);
+      if (tile != shape) tiles::take_shape(shape = tile);
+      tiles::multiply(parted + first * size, tile, own, weight.in, sums);
+      finish(weight, sums, tiles::OUTPUTS, tile, to, tiles::OUTPUTS, out + first * out_stride, out_stride, adds);
     }
   };
   const long items = (rows + group - 1) / group * panels;

@@ -16,8 +16,6 @@ namespace tiles {
 constexpr long ROWS = 16, INPUTS = 32, OUTPUTS = 64;  // of a tile; OUTPUTS: four tiles of weights, a panel
 constexpr long PARTS = 3;
 constexpr long WORDS = INPUTS / 2 * OUTPUTS;  // of a panel's weights for INPUTS inputs: [4, INPUTS / 2, 16], two inputs to a word
-constexpr long AHEAD = 2;                     // blocks of so many words that are fetched before they are needed
-constexpr long CHUNK = 8;                     // blocks of a panel that many rows take one after the other: they stay in the first cache
 constexpr long KEPT = 1 << 19;                // parts of rows (1 MiB) that all panels take one after the other: they stay in the second
 
 static inline long blocks(long in) { return (in + INPUTS - 1) / INPUTS; }
@@ -71,23 +69,14 @@ static inline void part(const float* x, long rows, long x_stride, long in, uint1
   }
 }
 
-// sums [rows, OUTPUTS] of a tile's parted rows and `count` blocks of a panel; resumes: on top of what they are. The shape is these rows'.
-static inline void multiply(const uint16_t* x, long rows, const uint32_t* panel, long count, bool resumes, bool fetches, float* sums) {
-  if (resumes) {
-    _tile_loadd(0, sums, OUTPUTS * 4);
-    _tile_loadd(1, sums + 16, OUTPUTS * 4);
-    _tile_loadd(2, sums + 32, OUTPUTS * 4);
-    _tile_loadd(3, sums + 48, OUTPUTS * 4);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+// sums [rows, OUTPUTS] of a tile's parted rows and a panel. The shape is these rows'.
+static inline void multiply(const uint16_t* x, long rows, const uint32_t* panel, long in, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   const long size = rows * INPUTS;
-  for (long block = 0; block < count; block++, x += PARTS * size, panel += WORDS) {
-    if (fetches)
-      for (long line = 0; line < WORDS; line += 16) __builtin_prefetch(panel + AHEAD * WORDS + line);
+  for (long block = 0; block < blocks(in); block++, x += PARTS * size, panel += WORDS) {
     _tile_loadd(4, x, 64);
     _tile_loadd(5, x + size, 64);
     _tile_loadd(6, x + 2 * size, 64);
@@ -102,6 +91,8 @@ static inline void multiply(const uint16_t* x, long rows, const uint32_t* panel,
     FORETOKEN_COLUMN(3)
 #undef FORETOKEN_COLUMN
   }
+  // The next panel's first inputs: a processor fetches ahead within 4 KiB alone.
+  for (long line = 0; line < WORDS / 2; line += 16) __builtin_prefetch(panel + line);
   _tile_stored(0, sums, OUTPUTS * 4);
   _tile_stored(1, sums + 16, OUTPUTS * 4);
   _tile_stored(2, sums + 32, OUTPUTS * 4);
