@@ -73,6 +73,17 @@ def test_products(level: str, shape: tuple[int, int], is_half: bool) -> None:
                 close(own.gated_after_norm(x, norm_weight, 1e-5), plain.gated_after_norm(x, norm_weight, 1e-5))
 
 
+@pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
+def test_products_of_many_rows(level: str, is_half: bool) -> None:
+    """More than are multiplied at a time: the bits of each are those that it has alone."""
+    weight, x = torch.randn(70, 600), torch.randn(1100, 600)
+    own = PanelLinear(weight.bfloat16().float() if is_half else weight)
+    whole = own(x)
+    torch.testing.assert_close(whole, x @ (weight.bfloat16().float() if is_half else weight).t(), rtol=2e-5, atol=1e-3)
+    for row in (0, 15, 16, 271, 272, 273, 543, 1023, 1024, 1099):
+        assert torch.equal(own(x[row : row + 1])[0], whole[row])
+
+
 def test_weights_are_laid_out_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for weight in (torch.randn(203, 7), torch.randn(203, 7).bfloat16().float(), torch.randn(7, 203).t()):
         is_half = panels.is_half(weight)

@@ -214,7 +214,7 @@ void product(const Weight& weight, const float* x, long rows, float* out, long o
 #if FORETOKEN_TILES
 void product_by_tiles(const Weight& weight, const float* x, long rows, long x_stride, float* out, long out_stride, bool adds, int threads) {
   static thread_local std::vector<uint16_t> kept;
-  const long size = tiles::parted_size(1, weight.in);
+  const long size = tiles::parted_size(weight.in);
   uint16_t* parted = tiles::lines(kept, rows * size);
   share((rows + tiles::ROWS - 1) / tiles::ROWS, rows * weight.in > SHARED ? threads : 1, [&](long tile) {
     const long first = tile * tiles::ROWS;
@@ -276,7 +276,10 @@ void foretoken_linear(
   const long stride = mode == GATED ? weight->out : out_stride;
 #if FORETOKEN_TILES
   const bool is_tiled = weight->is_half;
-  if (is_tiled) product_by_tiles(*weight, x, rows, x_stride, to, stride, mode == ADD, threads);
+  for (long first = 0; is_tiled && first < rows; first += tiles::MOST) {
+    const long count = std::min(tiles::MOST, long(rows) - first);
+    product_by_tiles(*weight, x + first * x_stride, count, x_stride, to + first * stride, stride, mode == ADD, threads);
+  }
 #else
   constexpr bool is_tiled = false;
 #endif

@@ -16,11 +16,12 @@ namespace tiles {
 constexpr long ROWS = 16, INPUTS = 32, OUTPUTS = 64;  // of a tile; OUTPUTS: four tiles of weights, a panel
 constexpr long PARTS = 3;
 constexpr long WORDS = INPUTS / 2 * OUTPUTS;  // of a panel's weights for INPUTS inputs: [4, INPUTS / 2, 16], two inputs to a word
+constexpr long MOST = 1024;                   // rows whose parts there is memory for
 constexpr long KEPT = 1 << 19;                // parts of rows (1 MiB) that all panels take one after the other: they stay in the second
 
 static inline long blocks(long in) { return (in + INPUTS - 1) / INPUTS; }
 static inline long panel_words(long in) { return blocks(in) * WORDS; }
-static inline size_t parted_size(long rows, long in) { return size_t(rows) * blocks(in) * PARTS * INPUTS; }
+static inline long parted_size(long in) { return blocks(in) * PARTS * INPUTS; }  // of a row
 
 // Room for so many numbers, from the beginning of a cache line on: a row of a tile is one.
 template <class Number>
