@@ -119,12 +119,30 @@ class RunningServer:
                 total += float(match[2])
         return total
 
-    def metric_at_rest(self, name: str, **labels: str) -> float:
-        """A metric while the engine is held, once it stands still: what was told before that may be published a second later on a busy machine."""
-        seen, same = self.metric(name, **labels), 0
-        while same < 10:
+    @contextlib.contextmanager
+    def held_counting(self, name: str) -> Iterator[float]:
+        """The engine stands still, and with it a count of its work: yields that, of which at most a short slot of time is not told yet.
+
+        Within `cancels` or `slowed`, once it works. How long a slot is depends on who else wants the machine, so a short one is waited for."""
+        pids = self._engine_pids()
+        with self._pace:
+            told = self._at_rest(name)
+            for _ in range(30):
+                before, given = told, self._give_slot(pids)
+                told = self._at_rest(name)
+                if told > before and given < 0.025:
+                    break
+            else:
+                raise AssertionError(f"{name} is {told:g}, and it was not told of in a short slot")
+            with self.engine_held():
+                yield told
+
+    def _at_rest(self, name: str) -> float:
+        """A count while the engine is held, once it stands still: what was told before that may be published later on a busy machine."""
+        seen, same = self.metric(name), 0
+        while same < 5:
             time.sleep(0.1)
-            now = self.metric(name, **labels)
+            now = self.metric(name)
             seen, same = now, same + 1 if now == seen else 0
         return seen
 
@@ -176,7 +194,7 @@ class RunningServer:
 
         def pace() -> None:
             given = 0.01
-            while not is_over.wait(9 * given):
+            while not is_over.wait(min(9 * given, 1.0)):
                 with self._pace:
                     given = self._give_slot(pids)
             self._send(pids, signal.SIGCONT)

@@ -819,11 +819,7 @@ class TestHangingUp:
         with server.cancels(count):
             connection = send_request(address, {**LONG, "prompt": prompts, "stream": stream})
             assert wait_until(lambda: server.metric("foretoken_requests_running") == count and server.metric("foretoken_kv_pages_held") > 0)
-            before = server.metric("foretoken_steps_total")
-            while server.metric("foretoken_steps_total") == before:  # counts are told with later ones: one that was told just now
-                pass
-            with server.engine_held():
-                steps = server.metric_at_rest("foretoken_steps_total")
+            with server.held_counting("foretoken_steps_total") as steps:
                 connection.close()
                 assert wait_until(lambda: read_metric(address, "requests", status="499") == abandoned + 1)
                 # On the gateway's connection to the server this comes behind the cancellation.
