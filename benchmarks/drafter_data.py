@@ -3,7 +3,7 @@
     python -m benchmarks.drafter_data OUT
 
 code.jsonl: modules of the standard library; code-heldout.jsonl: those that the bundled model has not seen. chats.jsonl, chats-heldout.jsonl:
-questions for a chat model, about paragraphs of the language reference and places of the time zone database; none of them is in both.
+questions for a chat model, about paragraphs of the language reference and places of the time zone database; no paragraph or place is in both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training.heldout import list_heldout, read_heldout
 
 CODE_CHARACTERS = 600_000
 HELDOUT_SHARE = 10
-"""One in so many questions is kept out."""
+"""One in so many paragraphs and places is kept out."""
 ABOUT_TEXTS = (
     "Explain this text to a beginner:",
     "Summarize this text in two sentences:",
@@ -51,15 +51,19 @@ def read_code() -> list[str]:
     return texts
 
 
-def make_questions() -> list[str]:
+def make_questions() -> tuple[list[str], list[str]]:
+    """Every question about each paragraph and place, and one about each of those that are kept out."""
     low, high = PARAGRAPH
     paragraphs = [" ".join(part.split()) for _, text in sorted(topics.items()) for part in text.split("\n\n")]
     texts = sorted({part for part in paragraphs if low <= len(part) <= high and part[0].isalpha()})
     cities = sorted({name.split("/")[-1].replace("_", " ") for name in zoneinfo.available_timezones() if name.split("/")[0] in REGIONS})
-    questions = [f"{ABOUT_TEXTS[i % len(ABOUT_TEXTS)]}\n\n{text}" for i, text in enumerate(texts)]
-    questions += [ABOUT_CITIES[i % len(ABOUT_CITIES)].format(city) for i, city in enumerate(cities)]
-    random.Random(0).shuffle(questions)
-    return questions
+    about = [[f"{words}\n\n{text}" for words in ABOUT_TEXTS] for text in texts] + [[words.format(city) for words in ABOUT_CITIES] for city in cities]
+    draw = random.Random(0)
+    draw.shuffle(about)
+    count = len(about) // HELDOUT_SHARE
+    questions = [question for group in about[count:] for question in group]
+    draw.shuffle(questions)
+    return questions, [group[i % len(group)] for i, group in enumerate(about[:count])]
 
 
 def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
@@ -73,10 +77,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     write(out / "code.jsonl", ({"text": text} for text in read_code()))
     write(out / "code-heldout.jsonl", ({"text": text} for text in read_heldout().values()))
-    chats = [{"messages": [{"role": "user", "content": question}]} for question in make_questions()]
-    count = len(chats) // HELDOUT_SHARE
-    write(out / "chats.jsonl", chats[count:])
-    write(out / "chats-heldout.jsonl", chats[:count])
+    for name, questions in zip(("chats", "chats-heldout"), make_questions(), strict=True):
+        write(out / f"{name}.jsonl", ({"messages": [{"role": "user", "content": question}]} for question in questions))
 
 
 if __name__ == "__main__":

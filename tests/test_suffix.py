@@ -513,6 +513,63 @@ def test_matches_cross_the_pieces_of_a_long_answer(make: Make, monkeypatch: pyte
         assert drafts_after(drafter, tokens[place - 10 : place], 8)[:5] == tokens[place : place + 5]
 
 
+# -- what nobody waits for ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_in_when_it_is_wanted(make: Make, by_hand: None) -> None:
+    drafter, request, short = make(), request_of([*range(1, 400), 5]), request_of(PROMPT)
+    drafter.start(request, is_wanted=False)
+    drafter.start(short, is_wanted=False)
+    assert drafter.is_idle and not drafter.is_ready(request) and drafter.is_ready(short), "so little goes in at a lookup"
+    drafter.prepare(request, is_sample=True)
+    drafter.prepare(request, is_sample=True)
+    assert work_off(drafter) == 2 and drafter.is_ready(request) and not drafter._num_wanted
+    assert drafter.lookup(request, (), 4) == [6]
+    request.token_ids += range(1000, 1300)
+    assert not drafter.is_ready(request), "it was not looked up meanwhile"
+    drafter.prepare(request)
+    assert work_off(drafter) == 2 and drafter.is_ready(request) and drafter._num_wanted == 1
+    for own in (request, short):
+        drafter.stop(own)
+    assert not drafter._num_wanted and not drafter.is_ready(request)
+
+
+def test_a_lookup_without_being_prepared_wants_it(make: Make, by_hand: None) -> None:
+    drafter, request = make(), request_of([*range(1, 400), 5])
+    drafter.start(request, is_wanted=False)
+    assert drafter.lookup(request, (), 4) == [] and drafter._num_wanted == 1
+    work_off(drafter)
+    assert drafter.lookup(request, (), 4) == [6]
+
+
+@pytest.mark.parametrize(("is_wanted", "rest"), [(True, 1.0), (False, suffix.IDLE_REST)], ids=["waited for", "watched"])
+def test_the_thread_takes_little_for_what_is_only_watched(make: Make, is_wanted: bool, rest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests, clock = list[float](), itertools.count()
+    monkeypatch.setattr(suffix.time, "perf_counter", lambda: next(clock))  # a second for each slice
+    nap = time.sleep
+
+    def slept(seconds: float) -> None:
+        if threading.current_thread().name == "suffix":
+            rests.append(seconds)
+        nap(1e-4)
+
+    monkeypatch.setattr(suffix.time, "sleep", slept)
+    drafter, request = make(), request_of(list(range(600)))
+    drafter.start(request, is_wanted=is_wanted)
+    drafter.prepare(request, is_sample=True)
+    settle(drafter)
+    while len(rests) < 3:
+        nap(1e-4)
+    assert rests == [rest] * 3
+
+
+def test_answers_that_went_before_they_came_in_are_dropped(make: Make, by_hand: None) -> None:
+    drafter = make(max_cached_requests=3)
+    for number in range(50):
+        answer(drafter, PROMPT, ANSWER[number % 7 :])
+    assert len(drafter._unshared) <= 3 and drafter.num_cached_requests == 3
+
+
 # -- the file -------------------------------------------------------------------------------------------------------------------
 
 

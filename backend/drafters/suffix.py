@@ -14,6 +14,10 @@ long as it took: removals first, then prompts (in turns), then what waits for th
 for one slice, under a millisecond as a rule, so the engine's thread simply takes it. Removal cannot be cut, and a dropped tree is freed at once: so
 a long text is held in overlapping pieces, and each is a slice of work when it goes, of about 1 ms (1 of 400: 14 ms).
 
+Where the planner of drafts does not wait for these lookups (`HybridDrafter`), a request's prompt goes into its tree when that is wanted, and while
+only samples are, to see what they would bring, the thread rests IDLE_REST times as long as it works: at ten thousand tokens a second and more it
+would else take the GIL for half of the time, for nobody.
+
 Answers are saved to a file every SAVE_SECONDS and at the end, by a second thread, which waits for the disk.
 
 Memory: about 340 bytes per token in a tree. The shared tree keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
@@ -30,7 +34,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,7 @@ from backend.budget import Chain, by_probability
 from backend.core import Request
 from backend.drafters.answer_file import AnswerFile
 from backend.drafters.corpus import CALL, MAX_TOKENS
+from backend.drafters.suffix_texts import OpenText, SuffixText
 from backend.errors import ConfigError, EngineError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -53,33 +57,10 @@ SLICE_TOKENS = 256
 """What one call inserts."""
 PIECE_TOKENS = 1024
 """What one call removes."""
+IDLE_REST = 19.0
+"""Times as long as it took the background thread rests after a slice of work that nobody waits for."""
 SAVE_SECONDS = 120.0
 """Between two times that answers are saved: a server that is killed loses no more than came since."""
-
-
-@dataclass(slots=True, eq=False)
-class _Text:
-    """A sequence in a tree: a long one in pieces, each with the end of the one before at its start, so that matches cross the cuts."""
-
-    tree: Any
-    token_ids: list[int] | array[int]
-    num_inserted: int = 0
-    """Tokens that the tree has; the others wait."""
-    piece_ids: list[int] = field(default_factory=list)
-    num_in_piece: int = 0
-    """In the last piece."""
-    is_evicted: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """An open request: all its tokens in a tree of its own, its output in the shared one."""
-
-    request: Request
-    text: _Text
-    answer: _Text | None = None
-    num_reserved: int = 0
-    is_queued: bool = False
 
 
 class SuffixLookup:
@@ -129,23 +110,24 @@ class SuffixLookup:
         self._file = AnswerFile(cache_path, fingerprint) if cache_path is not None and self._is_sharing else None
         self._num_shared = self._num_saved = 0  # tokens of answers that ever came here, and those that the file has or had
 
-        self._open: dict[Request, _Open] = {}
+        self._open: dict[Request, OpenText] = {}
         self._num_reserved = 0  # tokens of the open requests that are in trees, or queued
+        self._num_wanted = 0  # requests
         self._shared = SuffixTree(max_tree_depth)
-        self._answers: deque[_Text] = deque()  # oldest first
+        self._answers: deque[SuffixText] = deque()  # oldest first
         self._num_cached_tokens = 0
         self._new_ids = itertools.count()
         self._free_ids: list[int] = []  # to use again: a tree's ids are 32 bits
 
         self._removals: deque[tuple[Any, int]] = deque()  # tree, piece; the thread's work, in this order
-        self._behind: deque[_Open] = deque()
-        self._unshared: deque[_Text] = deque()
+        self._behind: deque[OpenText] = deque()
+        self._unshared: deque[SuffixText] = deque()
         self._is_closed = self._is_broken = False
         self._wake = threading.Condition(threading.Lock())
         self._has_ended = threading.Event()
         if self._file is not None:
             self._restore(self._file.read())
-        self._unshared.extendleft(_Text(self._shared, token_ids) for token_ids in reversed(corpus))
+        self._unshared.extendleft(SuffixText(self._shared, token_ids) for token_ids in reversed(corpus))
         self._thread = threading.Thread(target=self._run, name="suffix", daemon=True)
         self._thread.start()
         self._saver = threading.Thread(target=self._save_at_times, name="suffix file", daemon=True)
@@ -173,7 +155,7 @@ class SuffixLookup:
     def add_corpus(self, texts: Sequence[array[int]]) -> int:
         """Queues texts that stay, all or none -> tokens of all that have come. From any thread. Raises RequestError beyond max_corpus_tokens, and
         EngineError when closed."""
-        count, queued = sum(map(len, texts)), [_Text(self._shared, token_ids) for token_ids in texts]
+        count, queued = sum(map(len, texts)), [SuffixText(self._shared, token_ids) for token_ids in texts]
         with self._wake:
             if self._is_closed:
                 raise EngineError("the suffix cache is closed, or has failed: the server's log says which")
@@ -186,13 +168,30 @@ class SuffixLookup:
 
     # -- the engine's thread ----------------------------------------------------------------------------------------
 
-    def start(self, request: Request) -> None:
-        """Queues the prompt; until it is in, the request gets no drafts. No effect on an open request, or after `close`."""
+    def start(self, request: Request, *, is_wanted: bool = True) -> None:
+        """Queues the prompt, where it is wanted; until it is in, the request gets no drafts of its own tokens. No effect on an open request, or
+        after `close`."""
         with self._wake:
             if self._is_closed or request in self._open:
                 return
-            self._open[request] = own = _Open(request, _Text(self._new_tree(self.max_tree_depth), request.token_ids))
-            if self._num_reserved < TOKENS_AHEAD:
+            self._open[request] = own = OpenText(request, SuffixText(self._new_tree(self.max_tree_depth), request.token_ids))
+            if is_wanted:
+                self._want(own)
+                if self._num_reserved < TOKENS_AHEAD:
+                    self._queue(own)
+
+    def is_ready(self, request: Request) -> bool:
+        own = self._open.get(request)
+        return own is not None and not own.is_queued and len(request.token_ids) - own.text.num_inserted <= SLICE_TOKENS
+
+    def prepare(self, request: Request, *, is_sample: bool = False) -> None:
+        with self._wake:
+            own = self._open.get(request)
+            if own is None or self._is_closed:
+                return
+            if not is_sample:
+                self._want(own)
+            if not own.is_queued and len(request.token_ids) - own.text.num_inserted > SLICE_TOKENS:
                 self._queue(own)
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
@@ -221,6 +220,7 @@ class SuffixLookup:
                 return None
             missing = len(request.token_ids) - own.text.num_inserted
             if missing > SLICE_TOKENS and not own.is_queued and not self._is_closed:
+                self._want(own)
                 self._queue(own)
             trees = [self._shared] if self._is_sharing or self._num_corpus_tokens else []
             if missing <= SLICE_TOKENS and not own.is_queued:
@@ -239,9 +239,12 @@ class SuffixLookup:
             if own is None:
                 return
             self._num_reserved -= own.num_reserved
+            self._num_wanted -= own.is_wanted
             self._share(own, request.token_ids[max(own.text.num_inserted, len(request.prompt_token_ids)) :])
-            if own.answer is not None and own.answer.num_inserted < len(own.answer.token_ids):
+            if own.answer is not None and not own.answer.is_evicted and own.answer.num_inserted < len(own.answer.token_ids):
                 self._unshared.appendleft(own.answer)  # before what a file restores, which can be long
+                while self._unshared[-1].is_evicted:  # before it came in: the thread may be behind for long
+                    self._unshared.pop()
                 self._wake.notify()
             if len(own.text.piece_ids) > 1:  # dropped as one, 128k tokens would take 80 ms
                 self._remove(own.text)
@@ -263,7 +266,11 @@ class SuffixLookup:
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
-    def _queue(self, own: _Open) -> None:
+    def _want(self, own: OpenText) -> None:
+        self._num_wanted += not own.is_wanted
+        own.is_wanted = True
+
+    def _queue(self, own: OpenText) -> None:
         if not own.num_reserved:
             own.num_reserved = len(own.request.token_ids)
             self._num_reserved += own.num_reserved
@@ -271,7 +278,7 @@ class SuffixLookup:
         self._behind.append(own)
         self._wake.notify()
 
-    def _take_in(self, own: _Open) -> None:
+    def _take_in(self, own: OpenText) -> None:
         """One slice of the request's tokens."""
         start = own.text.num_inserted
         self._insert(own.text)
@@ -279,12 +286,12 @@ class SuffixLookup:
         if own.answer is not None:
             self._insert(own.answer)
 
-    def _share(self, own: _Open, token_ids: list[int]) -> None:
+    def _share(self, own: OpenText, token_ids: list[int]) -> None:
         """Books output of a request; `_insert` brings it into the shared tree."""
         if not token_ids or not self._is_sharing:
             return
         if own.answer is None:
-            own.answer = _Text(self._shared, array("i", own.request.prompt_token_ids[-self.lead_tokens :] if self.lead_tokens else ()))
+            own.answer = SuffixText(self._shared, array("i", own.request.prompt_token_ids[-self.lead_tokens :] if self.lead_tokens else ()))
             self._answers.append(own.answer)
             self._num_cached_tokens += len(own.answer.token_ids)
         if not own.answer.is_evicted:
@@ -297,7 +304,7 @@ class SuffixLookup:
                 self._num_cached_tokens -= len(oldest.token_ids)
                 self._remove(oldest)
 
-    def _insert(self, text: _Text) -> None:
+    def _insert(self, text: SuffixText) -> None:
         """One slice of what waits, if there is any."""
         start = text.num_inserted
         token_ids = text.token_ids[start : start + SLICE_TOKENS]
@@ -311,7 +318,7 @@ class SuffixLookup:
         text.num_in_piece += len(token_ids)
         self._extend(text.tree, text.piece_ids[-1], np.array(token_ids, dtype=np.int32))
 
-    def _remove(self, text: _Text) -> None:
+    def _remove(self, text: SuffixText) -> None:
         self._removals.extend((text.tree, piece_id) for piece_id in text.piece_ids)
         self._wake.notify()
 
@@ -343,7 +350,7 @@ class SuffixLookup:
             if self._num_cached_tokens + len(token_ids) > self.max_cached_tokens:
                 break
             self._num_cached_tokens += len(token_ids)
-            self._answers.appendleft(_Text(self._shared, token_ids))
+            self._answers.appendleft(SuffixText(self._shared, token_ids))
         self._unshared.extend(self._answers)
 
     # -- the background threads -------------------------------------------------------------------------------------
@@ -358,7 +365,9 @@ class SuffixLookup:
                         return
                     started = time.perf_counter()
                     self._work()
-                time.sleep(time.perf_counter() - started)  # lets go of the GIL and of the lock, so half of the time at least is the engine's
+                    rest = 1.0 if self._num_wanted or not self._open else IDLE_REST
+                # Lets go of the GIL and of the lock, so half of the time at least is the engine's.
+                time.sleep(rest * (time.perf_counter() - started))
         except Exception:
             logger.exception("the suffix cache failed: it drafts nothing any more, and will not be saved")
             with self._wake:
