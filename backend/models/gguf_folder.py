@@ -209,7 +209,7 @@ def _list(file: GgufFile, key: str, kind: type, length: int | None = None) -> li
     found = file.values.get(key)
     if found is None:
         return None
-    if not isinstance(found, list) or len(found) > MAX_TOKENS or not all(isinstance(own, kind) for own in found):
+    if not isinstance(found, list) or len(found) > MAX_TOKENS or not all(isinstance(own, kind) and own == own for own in found):  # NaN has no order
         raise ModelError(f"{file.path}: {key} is {found!r:.80}; it must be a list of {kind.__name__}, no more than {MAX_TOKENS}")
     if length is not None and len(found) != length:
         raise ModelError(f"{file.path}: {key} has {len(found)} entries; there are {length} tokens")
