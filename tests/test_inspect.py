@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.models.inspection import _weight_bytes
@@ -21,6 +22,7 @@ from backend.models.spec import WeightList
 from backend.quantization import Quantized, cut_columns, cut_rows, make_stored_experts
 from deploy.cli import main
 from kernels import ops
+from kernels.panels import PanelWeight, is_usable
 from tests.families import Case, edited, make_model
 from tests.gguf_files import write_gguf
 from tests.quantized import FORMATS, write_checkpoints
@@ -67,6 +69,30 @@ def test_what_ranks_and_heads_have_twice(tmp_path: Path, capsys: pytest.CaptureF
     total = 4 * sum(own.numel() for own in load_file(tmp_path / "model" / "model.safetensors").values())
     assert 2 * _weight_bytes(spec, torch.float32, 2) == total + 4 * (sum(small.values()) + keys)
     assert "; on CPU 75.2 KiB more for the head" in inspect(capsys, tmp_path / "model", "--dtype", "float32")["memory"]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_projections_that_stay_in_16_bits_on_cpu(is_tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In float32, which is the default there: as loading keeps them, which a look at the layers themselves says."""
+    if not is_usable(torch.empty(1, 1)):
+        pytest.skip("without compiled kernels all are kept in float32")
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "vocab_size": 384, "tie_word_embeddings": is_tied}
+    make_model(Case("llama", config=sizes), folder := tmp_path / "model")
+    weights = {name: own.bfloat16() for name, own in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    edited(folder, tmp_path / "half", dtype="bfloat16")
+    before = {id(own) for own in gc.get_objects() if isinstance(own, PanelWeight)}
+    worker = make_worker(tmp_path / "half", kv_cache_memory="1MiB")
+    panels = sum(own.panels.nbytes for own in gc.get_objects() if isinstance(own, PanelWeight) and id(own) not in before)
+    others = 4 * sum(own.numel() for name, own in weights.items() if own.ndim == 1 or "embed_tokens" in name)
+    token = sum(spec.token_bytes * spec.num_planes for spec in worker.store.specs.values())
+    found = inspect(capsys, tmp_path / "half", "--batch", 2)["memory"]
+    sizes = [f"{own / 1024:.1f} KiB" for own in (panels + others, token, panels + others + 2 * 128 * token)]
+    assert found.startswith("in bfloat16: ")
+    assert found.endswith("; on CPU, by default in float32: weights {}, a token {}, together {}".format(*sizes))
+    asked = inspect(capsys, tmp_path / "half", "--dtype", "float32")["memory"]
+    less = 2 * sum(own.numel() for name, own in weights.items() if own.ndim == 2 and "embed_tokens" not in name)
+    assert asked.startswith("in float32: ") and f"; on CPU {less / 1024:.1f} KiB less, since projections of bfloat16 stay so" in asked
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
