@@ -135,6 +135,15 @@ def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "is no drafter for" in said and "mtp: " in said and "hidden_size is 192; the target's is 64" in said
 
 
+def test_a_drafter_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is converted first, as `serve` does it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_model(Case("llama"), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    assert inspect(capsys, path, "--target", path)["drafter"].endswith("as draft_model")
+    assert "hidden_size is 64; the target's is 192" in refused(capsys, path, "--target", BUNDLED_MODEL)
+
+
 def test_methods_that_need_no_other_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those without weights, and mtp where its modules come with the model: bundled, in the checkpoint, in a file."""
     every = "ngram, suffix, token_recycling"
@@ -259,6 +268,21 @@ def test_names_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixtu
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
         assert "cannot be read: " in refused(capsys, tmp_path / "model")
     assert f"model {'a' * 300} cannot be read: " in refused(capsys, "a" * 300)
+
+
+def test_homes_of_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name of no user behind `~`, wherever a path may be: pathlib raises a RuntimeError of it."""
+    make_model(Case("llama"), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    for words in (
+        ["inspect", "~nobody-here/x"],
+        ["inspect", str(tmp_path / "model"), "--target", "~nobody-here/x"],
+        ["convert", "~nobody-here/x", str(tmp_path / "out")],
+        ["convert", str(path), "~nobody-here/x"],
+        ["serve", "~nobody-here/x", "--dry-run"],
+    ):
+        assert main(words) == 2
+        assert f"foretoken {words[0]}: ~nobody-here/x: there is no home folder ~nobody-here" in capsys.readouterr().err
 
 
 def test_folders_and_files_that_may_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
