@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.models.gguf_folder import write_folder
 from backend.models.inspection import _weight_bytes
 from backend.models.loading import check_model, open_checkpoint
 from backend.models.spec import WeightList
@@ -208,6 +210,15 @@ def test_what_a_gpu_pads_experts_with(kind: str, tmp_path: Path, capsys: pytest.
 
 def vars_of(weight: ops.QuantizedWeight) -> list[torch.Tensor]:
     return [part for part in (weight.codes, weight.scales, weight.zeros) if part is not None]
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_memory_of_a_file_is_that_of_its_folder(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("qwen2"), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    write_folder(path, tmp_path / "out")
+    file, folder = (inspect(capsys, own)["memory"].partition("; on CPU")[0] for own in (path, tmp_path / "out"))
+    assert file == folder and file.startswith({"F32": "in float32", "F16": "in float16", "BF16": "in bfloat16"}[kind])
 
 
 def test_a_file_that_is_not_converted_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
