@@ -266,6 +266,15 @@ def test_windows_by_layer(family: str, tmp_path: Path) -> None:
 
     assert windows(3) == [True, True, False, True]
     assert windows([False, True, True, False]) == [False, True, True, False]
+    def without(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer)
+        writer.kv_data[0].pop(f"{writer.arch}.attention.sliding_window")
+
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", tokenizer=without)
+    if family == "gemma2":
+        assert read_file(path)[1]["sliding_window"] == 4096
+    else:
+        refused(path, tmp_path / "out", "has no 'attention.sliding_window'")
     with pytest.raises(ModelError, match=r"attention\.sliding_window_pattern is .*; it must be an integer, or true or false for each of 4 layers"):
         windows([True])
 

@@ -251,8 +251,8 @@ def gemma2(meta: Metadata) -> GgufModel:
 
 def gemma3(meta: Metadata) -> GgufModel:
     config, values = _gemma(meta, largest=62), meta.values
-    if values.has("attention.sliding_window"):
-        config["sliding_window"] = values.integer("attention.sliding_window", 2**24)
+    # Without one llama.cpp has no windows at all, and one rotary base for all layers: which no config.json of this family says.
+    config["sliding_window"] = values.integer("attention.sliding_window", 2**24)
     config["rope_local_base_freq"] = values.number("rope.freq_base_swa", 1e15, default=10000.0)
     config["rope_theta"] = values.number("rope.freq_base", 1e15, default=1e6)
     config["layer_types"] = _read_pattern(meta, 6, config["num_hidden_layers"])
