@@ -126,7 +126,7 @@ def read_password(config: DisaggregationConfig) -> str | None:
         return None
     try:
         line = Path(config.scheduler_password_file).expanduser().read_text("utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # the last of `~name` for no user
         raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} cannot be read: {error}") from None
     if not line:
         raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} is empty")

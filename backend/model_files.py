@@ -34,10 +34,19 @@ OTHER_TOKENIZERS = ("tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 """Vocabularies in forms that are not read."""
 
 
+def expand_user(path: str | Path) -> Path:
+    """With the folder of a user for `~` or `~name` at its beginning. Raises ModelError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ModelError(f"{path}: there is no home folder {Path(path).parts[0]}") from None
+
+
 def settle_path(path: Path) -> Path:
     """Absolute, with links followed; but a link is kept where it leads out of ASCII, for servers' Python stubs read ASCII paths only."""
-    found = path.expanduser().resolve()
-    return found if str(found).isascii() else Path(os.path.abspath(path.expanduser()))
+    own = expand_user(path)
+    found = own.resolve()
+    return found if str(found).isascii() else Path(os.path.abspath(own))
 
 
 def is_named(path: Path) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from backend import tiktoken_file
 from backend.errors import ConfigError, ModelError
-from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, sample_bytes, settle_path
+from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, expand_user, sample_bytes, settle_path
 from backend.special_tokens import ADDED, NAMES, SETTINGS
 
 GGUF_SUFFIX = ".gguf"
@@ -75,7 +75,7 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
     Raises ModelError for what is not there or not readable, ConfigError for a package that is needed and missing.
     """
     source = source or Source()
-    path = Path(model).expanduser()
+    path = expand_user(model)
     try:
         is_path = path.exists() or str(model).startswith(("/", "./", "../", "~"))
         (path / "config.json").exists()

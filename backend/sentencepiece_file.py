@@ -88,6 +88,8 @@ def convert_sentencepiece(directory: Path) -> dict[str, Any]:
     if rules.get(2) or rules.get(4, 1):
         what = f"rewrites texts before it cuts them ({_text(rules.get(1))}), which is not supported"
         raise ModelError(f"{path} {what}; put the model's tokenizer.json into the folder")
+    if trainer.get(24):
+        raise ModelError(f"{path} has spaces behind words (treat_whitespace_as_suffix), which is not supported; put the model's tokenizer.json there")
     special = read_special_tokens(directory)
     _add_tokens(special, tokens, kinds, scores)
     first = int(trainer.get(41, 1))  # bos_id; -1, for none, is a large number here

@@ -53,8 +53,16 @@ class SpecialTokens:
     @property
     def put_before(self) -> str | None:
         """The token that the tokenizer's class puts before a text, because its settings say so in words."""
-        is_put = self.settings.get("add_bos_token") is True and self.tokenizer_class in PUT_BOS
-        return self.by_name.get("bos_token") if is_put else None
+        return self._put("bos")
+
+    @property
+    def put_behind(self) -> str | None:
+        """Likewise, behind it."""
+        return self._put("eos")
+
+    def _put(self, name: str) -> str | None:
+        is_put = self.settings.get(f"add_{name}_token") is True and self.tokenizer_class in PUT_BOS
+        return self.by_name.get(f"{name}_token") if is_put else None
 
 
 def read_special_tokens(directory: Path) -> SpecialTokens:

@@ -65,6 +65,7 @@ class Tokenizer:
         special = read_special_tokens(path.parent)
         if added := _add_tokens(self.inner, special, path):
             self.fingerprint = hashlib.blake2b(f"{self.fingerprint} {added}".encode(), digest_size=16).hexdigest()
+        self._around = _read_around(self.inner, path)
         templates = _read_templates(Path(directory), special.settings)
         self._template = templates.get("default")
         self._tool_template = templates.get("tool_use", self._template)
@@ -73,8 +74,8 @@ class Tokenizer:
 
     @property
     def tokens(self) -> dict[int, str]:
-        """All, by id."""
-        return {i: token for token, i in self.inner.get_vocab().items()}
+        """All, by id: the vocabulary's, and those that are put around each text."""
+        return self._around | {i: token for token, i in self.inner.get_vocab().items()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -249,14 +250,28 @@ def _add_tokens(inner: tokenizers.Tokenizer, special: SpecialTokens, path: Path)
         if inner.token_to_id(text) is not None and (old is None or (text in named and not old.special)):
             inner.add_special_tokens([text])  # which has its id already
             done.append(text)
+    ids = {token: inner.token_to_id(token) for token in (special.put_before, special.put_behind) if token is not None}
     first = special.put_before
-    first_id = None if first is None else inner.token_to_id(first)
-    if first is not None and first_id is not None and first_id not in inner.encode("").ids:
-        before = tokenizers.processors.TemplateProcessing(single=[first, "$A"], pair=[first, "$A", first, "$B:1"], special_tokens=[(first, first_id)])
-        own = inner.post_processor
-        inner.post_processor = before if own is None else tokenizers.processors.Sequence([own, before])
-        done.append(f"{first} before texts")
+    if first is not None and ids[first] is not None and ids[first] not in _read_around(inner, path):
+        known = [(token, number) for token, number in ids.items() if number is not None]
+        last = [token for token, _ in known if token == special.put_behind]
+        # In place of the file's own rules, as transformers 4 has it: one set of rules behind another takes what the first has put for a text.
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single=[first, "$A", *last], pair=[first, "$A", *last, f"{first}:1", "$B:1", *(f"{token}:1" for token in last)], special_tokens=known
+        )
+        done.append(" ".join((f"{first} before texts", *(f"{token} behind them" for token in last))))
     return done
+
+
+def _read_around(inner: tokenizers.Tokenizer, path: Path) -> dict[int, str]:
+    """The tokens that are put around each text, by id. Raises ModelError where no text can be read: the library panics of some files' rules."""
+    try:
+        found = inner.encode("")
+    except BaseException as error:
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        raise ModelError(f"{path} cannot be used: what it puts around a text fails: {error}") from None
+    return dict(zip(found.ids, found.tokens))
 
 
 def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
+from backend.model_files import expand_user
 from backend.speculative_names import ALIASES
 
 DEFAULT_SPECULATION = {
@@ -19,7 +20,7 @@ DEFAULT_SPECULATION = {
 
 
 def is_bundled(model: str | Path) -> bool:
-    return Path(model).expanduser().resolve() == BUNDLED_MODEL.resolve()
+    return expand_user(model).resolve() == BUNDLED_MODEL.resolve()
 
 
 def with_default_drafter(speculative: Any) -> Any:

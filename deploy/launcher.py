@@ -20,7 +20,7 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig
 from backend.drafter_checks import check_drafter_folder, check_num_drafts
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_pickled, name_others, name_tokenizers, read_config, settle_path
+from backend.model_files import expand_user, find_pickled, name_others, name_tokenizers, read_config, settle_path
 from backend.model_sources import MOVED, Source, check_ascii, find_model
 from backend.other_servers.translation import Translation
 from backend.quantization_config import QuantizationConfig
@@ -301,7 +301,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         password = values.pop("scheduler_password", None)
         if is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values["speculative_config"] = with_default_drafter(values.get("speculative_config", DEFAULT_SPECULATION))
-        folder = Path(str(values.get("model", BUNDLED_MODEL))).expanduser()
+        folder = expand_user(str(values.get("model", BUNDLED_MODEL)))
         if "quantization" in values and folder.is_dir():
             option, line = model_checks.settle_quantization(values.pop("quantization"), folder)
             values |= {} if line else {"quantization": option}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from backend.config import DTYPES
 from backend.errors import ConfigError, ModelError
+from backend.model_files import expand_user
 from backend.quantization_config import normalize_cache_dtype
 from deploy.endings import raised_signals
 
@@ -55,9 +56,9 @@ def inspect(args: argparse.Namespace) -> int:
         for key in ("max_model_len", "batch", "tensor_parallel_size"):
             if (value := getattr(args, key)) is not None and value < 1:
                 raise ConfigError(f"{key} must be 1 or more, got {value}")
-        path = Path(args.model).expanduser()
+        path = expand_user(args.model)
         is_here = os.path.exists(path)
-        if not (os.path.isfile(path) and path.suffix == GGUF_SUFFIX):
+        if args.target or not (os.path.isfile(path) and path.suffix == GGUF_SUFFIX):
             path = find_model(args.model, Source(has_weights=False))
         target = find_model(args.target) if args.target else None
         cache = normalize_cache_dtype("kv_cache_dtype", args.kv_cache_dtype)
@@ -86,7 +87,7 @@ def convert(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     from backend.models.gguf_folder import write_folder
 
-    return _write("convert", args.out, lambda: write_folder(Path(args.file).expanduser(), Path(args.out).expanduser(), args.dtype))
+    return _write("convert", args.out, lambda: write_folder(expand_user(args.file), expand_user(args.out), args.dtype))
 
 
 def write_token_map(args: argparse.Namespace) -> int:

@@ -298,6 +298,7 @@ def with_tokens(**changed: Any) -> Callable[[gguf.GGUFWriter], None]:
         ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; known: gpt2, llama"),
         ({"pre": "viking"}, "the pre-tokenizer 'viking' is not known; known: llama3"),
         ({"merges": None}, "has no tokenizer.ggml.merges"),
+        ({"model": "llama", "scores": [float("nan")] * len(TOKENS)}, "tokenizer.ggml.scores is [nan, nan"),
         ({"merges": ["a z"]}, "merge 0 ('a z') is not of two tokens that make one"),
         ({"tokens": [*TOKENS[:-1], "a"]}, "token 9 is 'a', and so is token 4"),
         ({"tokens": ["a", "b"] * 200}, "tokenizer.ggml.tokens has 400 tokens; the embedding has 301"),

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.models.gguf_folder import write_folder
 from backend.models.inspection import _weight_bytes
 from backend.models.loading import check_model, open_checkpoint
 from backend.models.spec import WeightList
 from backend.quantization import Quantized, cut_columns, cut_rows, make_stored_experts
 from deploy.cli import main
 from kernels import ops
+from kernels.panels import PanelWeight, is_usable
 from tests.families import Case, edited, make_model
 from tests.gguf_files import write_gguf
 from tests.quantized import FORMATS, write_checkpoints
@@ -70,6 +74,30 @@ def test_what_ranks_and_heads_have_twice(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
+def test_projections_that_stay_in_16_bits_on_cpu(is_tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In float32, which is the default there: as loading keeps them, which a look at the layers themselves says."""
+    if not is_usable(torch.empty(1, 1)):
+        pytest.skip("without compiled kernels all are kept in float32")
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "vocab_size": 384, "tie_word_embeddings": is_tied}
+    make_model(Case("llama", config=sizes), folder := tmp_path / "model")
+    weights = {name: own.bfloat16() for name, own in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    edited(folder, tmp_path / "half", dtype="bfloat16")
+    before = {id(own) for own in gc.get_objects() if isinstance(own, PanelWeight)}
+    worker = make_worker(tmp_path / "half", kv_cache_memory="1MiB")
+    panels = sum(own.panels.nbytes for own in gc.get_objects() if isinstance(own, PanelWeight) and id(own) not in before)
+    others = 4 * sum(own.numel() for name, own in weights.items() if own.ndim == 1 or "embed_tokens" in name)
+    token = sum(spec.token_bytes * spec.num_planes for spec in worker.store.specs.values())
+    found = inspect(capsys, tmp_path / "half", "--batch", 2)["memory"]
+    sizes = [f"{own / 1024:.1f} KiB" for own in (panels + others, token, panels + others + 2 * 128 * token)]
+    assert found.startswith("in bfloat16: ")
+    assert found.endswith("; on CPU, by default in float32: weights {}, a token {}, together {}".format(*sizes))
+    asked = inspect(capsys, tmp_path / "half", "--dtype", "float32")["memory"]
+    less = 2 * sum(own.numel() for name, own in weights.items() if own.ndim == 2 and "embed_tokens" not in name)
+    assert asked.startswith("in float32: ") and f"; on CPU {less / 1024:.1f} KiB less, since projections of bfloat16 stay so" in asked
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_an_embedding_that_ranks_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool) -> None:
     """Columns of it on each; where it is the head, too, rows beside."""
     make_model(Case("llama", config={"tie_word_embeddings": is_tied}), tmp_path / "model")
@@ -107,6 +135,15 @@ def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     make_model(Case("llama"), tmp_path / "model")
     said = refused(capsys, BUNDLED_DRAFTER, "--target", tmp_path / "model")
     assert "is no drafter for" in said and "mtp: " in said and "hidden_size is 192; the target's is 64" in said
+
+
+def test_a_drafter_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is converted first, as `serve` does it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_model(Case("llama"), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    assert inspect(capsys, path, "--target", path)["drafter"].endswith("as draft_model")
+    assert "hidden_size is 64; the target's is 192" in refused(capsys, path, "--target", BUNDLED_MODEL)
 
 
 def test_methods_that_need_no_other_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +212,15 @@ def vars_of(weight: ops.QuantizedWeight) -> list[torch.Tensor]:
     return [part for part in (weight.codes, weight.scales, weight.zeros) if part is not None]
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_memory_of_a_file_is_that_of_its_folder(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("qwen2"), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    write_folder(path, tmp_path / "out")
+    file, folder = (inspect(capsys, own)["memory"].partition("; on CPU")[0] for own in (path, tmp_path / "out"))
+    assert file == folder and file.startswith({"F32": "in float32", "F16": "in float16", "BF16": "in bfloat16"}[kind])
+
+
 def test_a_file_that_is_not_converted_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(Case("qwen2"), tmp_path / "model")
     path = write_gguf(tmp_path / "model", tmp_path / "model.gguf")
@@ -233,6 +279,21 @@ def test_names_that_no_file_can_have(tmp_path: Path, capsys: pytest.CaptureFixtu
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, name)}))
         assert "cannot be read: " in refused(capsys, tmp_path / "model")
     assert f"model {'a' * 300} cannot be read: " in refused(capsys, "a" * 300)
+
+
+def test_homes_of_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name of no user behind `~`, wherever a path may be: pathlib raises a RuntimeError of it."""
+    make_model(Case("llama"), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    for words in (
+        ["inspect", "~nobody-here/x"],
+        ["inspect", str(tmp_path / "model"), "--target", "~nobody-here/x"],
+        ["convert", "~nobody-here/x", str(tmp_path / "out")],
+        ["convert", str(path), "~nobody-here/x"],
+        ["serve", "~nobody-here/x", "--dry-run"],
+    ):
+        assert main(words) == 2
+        assert f"foretoken {words[0]}: ~nobody-here/x: there is no home folder ~nobody-here" in capsys.readouterr().err
 
 
 def test_folders_and_files_that_may_not_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

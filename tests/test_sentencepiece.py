@@ -119,6 +119,8 @@ def test_files_that_are_wrong(folder: Path, tmp_path: Path, monkeypatch: pytest.
         find_model(train(tmp_path / "unigram", model_type="unigram"))
     with pytest.raises(ModelError, match=r"rewrites texts before it cuts them \(nmt_nfkc\)"):
         find_model(train(tmp_path / "rewrites", normalization_rule_name="nmt_nfkc"))
+    with pytest.raises(ModelError, match=r"spaces behind words \(treat_whitespace_as_suffix\), which is not supported"):
+        find_model(train(tmp_path / "behind", treat_whitespace_as_suffix=True))
     data = bytearray((folder / "tokenizer.model").read_bytes())
     shutil.copytree(folder, own := tmp_path / "own")
     numbers = random.Random(0)

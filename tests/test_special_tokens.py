@@ -80,6 +80,36 @@ def test_a_first_token_that_the_settings_ask_for(name: str, tmp_path: Path) -> N
     assert (tokenizer.fingerprint == Tokenizer(tmp_path).fingerprint) and tokenizer.fingerprint != Tokenizer(BUNDLED_MODEL).fingerprint
 
 
+@pytest.mark.parametrize("before", [[], ["<|pad|>"]])
+def test_a_first_token_in_place_of_the_files_rules(before: list[str], tmp_path: Path) -> None:
+    """As transformers 4 has it: rules behind rules would take what the first put for a second text, or find more than two."""
+    asked = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>", "add_bos_token": True}
+    for adds_end in (False, True):
+        folder = tmp_path / str(adds_end)
+        folder.mkdir()
+        added = {"added_tokens_decoder": {str(NEXT): token("<s>")}, "add_eos_token": adds_end}
+        inner = tokenizers.Tokenizer.from_file(str(write(folder, {"tokenizer_config.json": asked | added}) / "tokenizer.json"))
+        plain, names = inner.encode("def f", add_special_tokens=False).ids, [*before, "$A", "<|endoftext|>"]
+        known = [(name, inner.token_to_id(name)) for name in ("<|pad|>", "<|endoftext|>")]
+        inner.post_processor = tokenizers.processors.TemplateProcessing(single=names, pair=[*names, "$B"], special_tokens=known)
+        inner.save(str(folder / "tokenizer.json"))
+        assert Tokenizer(folder).encode("def f") == [NEXT, *plain, *([0] if adds_end else [])]
+
+
+def test_rules_that_no_text_can_be_read_by(tmp_path: Path) -> None:
+    """An id beyond the embedding in them, which the vocabulary does not have; and rules behind rules, of which the library panics."""
+    values = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    rules = {"type": "TemplateProcessing", "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [NEXT], "tokens": ["<s>"]}}}
+    first, text = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    (write(tmp_path, {}) / "tokenizer.json").write_text(json.dumps(values | {"post_processor": {**rules, "single": [first, text]}}))
+    with pytest.raises(ModelError, match=r"a token beyond the model's embedding \(vocab_size 4096\), 4096 \('<s>'\) the first"):
+        check_vocabulary(Tokenizer(tmp_path).tokens, check_model(BUNDLED_MODEL), "error")
+    several = {"type": "Sequence", "processors": [{**rules, "single": [first, text, first]}] * 2}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values | {"post_processor": several}))
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be used: what it puts around a text fails"):
+        Tokenizer(tmp_path)
+
+
 def test_a_token_that_there_is_no_room_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     own = Tokenizer(write(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": {"5000": token("<new>"), "4096": token("<more>")}}}))
     assert own.encode("<more>")[-1] == NEXT and own.encode("<new>")[-1] != 5000

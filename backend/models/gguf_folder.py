@@ -43,14 +43,12 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
     own = _plan(GgufFile(path))
     weights, config = own.weights, own.config
     with new_folder(out):
-        kinds: list[str] = []
         with ShardWriter(out) as writer:
             for name, shape in tqdm(own.wanted.items(), desc=f"Converting {path.name}", unit="tensor", disable=None):  # on terminals alone
                 numbers, kind = weights.read(name, shape)
                 kept = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
-                kinds += [kind] * (len(shape) == 2)
                 writer.add({name: numbers.to(kept)})
-        _write(out / "config.json", {"dtype": _model_dtype(kinds) if dtype == "auto" else dtype} | config)
+        _write(out / "config.json", {"dtype": own.dtype if dtype == "auto" else dtype} | config)
         _write(out / "generation_config.json", own.generation)
         (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
         _write(out / "tokenizer_config.json", own.settings)
@@ -59,7 +57,7 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
 def read_file(path: Path) -> tuple[GgufFile, dict[str, Any], DecoderSpec]:
     """A file that can be converted, what config.json would say of it, and what its model is made of. Raises ModelError, ConfigError."""
     own = _plan(GgufFile(path))
-    return own.file, own.config, own.spec
+    return own.file, {"dtype": own.dtype} | own.config, own.spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,11 @@ class _Plan:
     """tokenizer_config.json."""
     weights: _Weights
     wanted: Shapes
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in on a GPU, unless config.json says another."""
+        return _model_dtype([self.weights.kind(name, shape) for name, shape in self.wanted.items() if len(shape) == 2])
 
 
 def _plan(file: GgufFile) -> _Plan:
@@ -209,7 +212,7 @@ def _list(file: GgufFile, key: str, kind: type, length: int | None = None) -> li
     found = file.values.get(key)
     if found is None:
         return None
-    if not isinstance(found, list) or len(found) > MAX_TOKENS or not all(isinstance(own, kind) for own in found):
+    if not isinstance(found, list) or len(found) > MAX_TOKENS or not all(isinstance(own, kind) and own == own for own in found):  # NaN has no order
         raise ModelError(f"{file.path}: {key} is {found!r:.80}; it must be a list of {kind.__name__}, no more than {MAX_TOKENS}")
     if length is not None and len(found) != length:
         raise ModelError(f"{file.path}: {key} has {len(found)} entries; there are {length} tokens")
@@ -279,10 +282,13 @@ class _Weights:
     def _latent_sizes(self) -> tuple[int, ...]:
         return tuple(self._model.config[own] for own in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
 
+    def kind(self, name: str, shape: tuple[int, ...]) -> str:
+        """The form that a weight is stored in."""
+        return self._file.kind(self._parts(name, shape)[0][0])
+
     def read(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, str]:
         """A weight in float32, and the form that it was stored in."""
-        parts = self._parts(name, shape)
-        found, kind = [self._file.read(*part) for part in parts], self._file.kind(parts[0][0])
+        found, kind = [self._file.read(*part) for part in self._parts(name, shape)], self.kind(name, shape)
         if len(found) == 2:  # keys and values of a latent's heads
             return torch.cat([found[0].transpose(1, 2), found[1]], dim=1).reshape(shape), kind
         (numbers,) = found

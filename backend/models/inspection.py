@@ -202,8 +202,15 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
     token = cache.token_bytes * cache.num_planes
     quantization = None if stored is None else read_checkpoint_quantization(config, Path(spec.where).parent)
     weights = _weight_bytes(spec, dtype, load.ranks, quantization, stored or ())
-    # There products want weights laid out in another way, and rows of the embedding are looked up as they are.
-    twice = f"; on CPU {_size(spec.vocab_size * spec.hidden_size * dtype.itemsize / load.ranks)} more for the head" if spec.is_tied else ""
+    on_cpu, head = _bytes_on_cpu(spec, torch.float32 if load.dtype is None else dtype, load.ranks, quantization, stored or {})
+    twice, total = "", token * length * load.batch
+    if load.dtype is None and dtype != torch.float32:  # which is the default there
+        wide = _cache_dtype(config, spec, load.kv_cache_dtype, torch.float32).itemsize / kept.itemsize
+        sizes = on_cpu + head, token * wide, on_cpu + head + total * wide
+        twice = "; on CPU, by default in float32: weights {}, a token {}, together {}".format(*map(_size, sizes))
+    else:
+        twice += f"; on CPU {_size(head)} more for the head" if head else ""
+        twice += f"; on CPU {_size(weights - on_cpu)} less, since projections of bfloat16 stay so" if on_cpu < weights else ""
     if padding := _padding_bytes(spec, dtype, load.ranks, quantization, stored or ()):
         twice += f"; on a GPU {_size(padding)} more for experts, whose inputs are padded to whole steps of its kernels"
     each = " on each rank" if load.ranks > 1 else ""
@@ -222,7 +229,7 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
         "context": f"{spec.max_model_len} tokens",
         "parameters": _count(spec),
         "memory": f"in {str(dtype).removeprefix('torch.')}{each}: weights {_size(weights)}, a token{own} {_size(token)}, "
-        f"{load.batch} x {length} tokens {_size(token * length * load.batch)}, together {_size(weights + token * length * load.batch)}{twice}",
+        f"{load.batch} x {length} tokens {_size(total)}, together {_size(weights + total)}{twice}",
         "runs on": gpu,
         "ranks": ", ".join(str(size) for size in SIZES if _splits(spec, size)),
     }
@@ -236,17 +243,34 @@ def _cache_dtype(config: Mapping[str, Any], spec: DecoderSpec, asked: str, dtype
     return ops.E4M3 if asked == "fp8" else dtype
 
 
+def _bytes_on_cpu(
+    spec: DecoderSpec, dtype: torch.dtype, ranks: int, quantization: CheckpointQuantization | None, stored: Mapping[str, tuple[str, int]]
+) -> tuple[float, float]:
+    """Of a rank's weights there, and of a tied head beside them: products want weights laid out in another way, and rows of the embedding are looked
+    up as they are. In float32 projections whose numbers are of bfloat16 stay so (`kernels.panels`)."""
+    halves = {name for name, (kind, _) in stored.items() if kind == "BF16"} if dtype == torch.float32 else set()
+    size = 2 if f"{spec.embedding}.weight" in halves else dtype.itemsize
+    head = spec.vocab_size * spec.hidden_size * size / ranks if spec.is_tied else 0.0
+    return _weight_bytes(spec, dtype, ranks, quantization, stored, halves), head
+
+
 def _weight_bytes(
-    spec: DecoderSpec, dtype: torch.dtype, ranks: int, quantization: CheckpointQuantization | None = None, held: Container[str] = ()
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    ranks: int,
+    quantization: CheckpointQuantization | None = None,
+    held: Container[str] = (),
+    halves: Container[str] = (),
 ) -> float:
-    """Of a rank. held: the names of a checkpoint's tensors, where it is quantized."""
+    """Of a rank. held: the names of a checkpoint's tensors, where it is quantized; halves: weights that are kept in 16 bits as projections."""
     weights, total = WeightList(), 0.0
     spec.list_weights(weights)
     shares, in_few_bits = _shares(spec, dtype, ranks), {*weights.rounded, spec.head}  # others are kept as plain numbers, however they are stored
     for name, shape in weights.required.items():
         own = name.removesuffix(".weight")
         layout = quantization.find(own, held) if quantization is not None and own in in_few_bits else None
-        size = math.prod(shape) * dtype.itemsize if layout is None else _kept_bytes(layout, shape[0], shape[1], dtype)
+        kept = 2 if own in in_few_bits and name in halves else dtype.itemsize
+        size = math.prod(shape) * kept if layout is None else _kept_bytes(layout, shape[0], shape[1], dtype)
         total += size * (1 if len(shape) == 1 else shares.get(name, 1 / ranks))
     return total
 

@@ -59,6 +59,8 @@ def _read_common(meta: Metadata) -> Config:
     values, embedding = meta.values, meta.tensors.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise ModelError(f"{values.where}: tensor token_embd.weight is missing")
+    if not values.flag("attention.causal", default=True):  # of models that embed texts
+        raise values.refuse("attention.causal", "true: tokens are written one after the other")
     heads = meta.one("attention.head_count", 1024)
     config: Config = {
         "hidden_size": values.integer("embedding_length", 2**17),
@@ -81,17 +83,25 @@ def _read_common(meta: Metadata) -> Config:
     return config
 
 
+YARN_UNREAD = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor")
+"""How strong yarn's rotary embeddings are, and how much of it there is."""
+
+
 def _read_scaling(meta: Metadata) -> Config | None:
     """`rope_scaling`, as older config.json have it."""
     values = meta.values
-    kind = values.get("rope.scaling.type") or "none"
+    kind = values.get("rope.scaling.type") or "linear"  # llama.cpp's own where a file has a factor alone, as older ones do
     original = values.get("rope.scaling.original_context_length")
     if kind in ("none", "longrope"):  # the latter by its factors
         return None
-    factor = values.number("rope.scaling.factor", 1e6, default=1.0)
+    key = "rope.scaling.factor" if values.get("rope.scaling.factor") else "rope.scale_linear"  # the older name; 0 is none
+    factor = values.number(key, 1e6, default=1.0) if values.get(key) else 1.0
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
     if kind == "yarn":
+        for key in YARN_UNREAD:
+            if values.get(key) not in (None, 1):
+                raise values.refuse(key, "1: what else it means, config.json cannot say")
         more = {"original_max_position_embeddings": original} if original else {}
         for key, name in (("rope.scaling.yarn_beta_fast", "beta_fast"), ("rope.scaling.yarn_beta_slow", "beta_slow")):
             if values.has(key):
@@ -218,8 +228,21 @@ def _gemma(meta: Metadata, largest: int) -> Config:
     return config
 
 
+def _read_pattern(meta: Metadata, default: int, num_layers: int) -> list[str]:
+    """Types of layers: of each `default` or attention.sliding_window_pattern the last one sees all; or, of each layer, whether it has a window."""
+    key, values = "attention.sliding_window_pattern", meta.values
+    given = values.get(key)
+    if isinstance(given, list):
+        if len(given) != num_layers or not all(isinstance(own, bool) for own in given):
+            raise values.refuse(key, f"an integer, or true or false for each of {num_layers} layers")
+        return ["sliding_attention" if own else "full_attention" for own in given]
+    period = values.integer(key, 1024, default=default)
+    return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
+
+
 def gemma2(meta: Metadata) -> GgufModel:
     config, values = _gemma(meta, largest=46), meta.values
+    config["layer_types"] = _read_pattern(meta, 2, config["num_hidden_layers"])
     config["sliding_window"] = values.integer("attention.sliding_window", 2**24, default=4096)
     config["attn_logit_softcapping"] = values.number("attn_logit_softcapping", 1e9, default=50.0)
     config["final_logit_softcapping"] = values.number("final_logit_softcapping", 1e9, default=30.0)
@@ -228,11 +251,11 @@ def gemma2(meta: Metadata) -> GgufModel:
 
 def gemma3(meta: Metadata) -> GgufModel:
     config, values = _gemma(meta, largest=62), meta.values
-    if values.has("attention.sliding_window"):
-        config["sliding_window"] = values.integer("attention.sliding_window", 2**24)
+    # Without one llama.cpp has no windows at all, and one rotary base for all layers: which no config.json of this family says.
+    config["sliding_window"] = values.integer("attention.sliding_window", 2**24)
     config["rope_local_base_freq"] = values.number("rope.freq_base_swa", 1e15, default=10000.0)
     config["rope_theta"] = values.number("rope.freq_base", 1e15, default=1e6)
-    config["sliding_window_pattern"] = 6
+    config["layer_types"] = _read_pattern(meta, 6, config["num_hidden_layers"])
     if values.has("final_logit_softcapping"):
         config["final_logit_softcapping"] = values.number("final_logit_softcapping", 1e9)
     return GgufModel({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **config}, norm_offset=1.0)
