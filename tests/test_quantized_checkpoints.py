@@ -206,6 +206,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; known: gptq, gptq_v2"),
     (GPTQ | {"desc_act": "yes"}, "desc_act is 'yes'; it must be true or false"),
     (GPTQ | {"dynamic": {"+:(": {}}}, "dynamic has '(', which is no regular expression"),
+    (GPTQ | {"dynamic": {"a{99999999999999999999}": {}}}, "dynamic has 'a{99999999999999999999}', which is no regular expression: the repetition"),
+    (GPTQ | {"dynamic": {"(" * 5000: {}}}, ", which is no regular expression: maximum recursion depth"),
     (GPTQ | {"dynamic": {"+:.*": {"bits": 2}}}, "dynamic: +:.*: bits is 2"),
     (GPTQ | {"dynamic": [1]}, "dynamic is [1]; it must be an object"),
     (GPTQ | {"group_size": 16}, " has shape (2, 64); config.json makes it (4, 64)"),
