@@ -317,6 +317,21 @@ def test_an_index_of_groups_that_are_not_there(source: Path, tmp_path: Path) -> 
     refused(damage(stored, tmp_path / "model", g_idx=torch.full((64,), 2, dtype=torch.int32)), "q_proj.g_idx has 2; the limit is 1")
 
 
+def test_an_order_that_was_never_found(source: Path, tmp_path: Path) -> None:
+    """compressed-tensors saves -1 of every input where act-order was asked for and weights were rounded to nearest."""
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> Any:
+        tensors, values = packed()(weight, generator)
+        return tensors | {"weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32)}, values
+
+    config = compressed("pack-quantized", strategy="group", group_size=32, actorder="group")
+    stored, plain = write_checkpoints(source, Format("no order", config, write), tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+    index = torch.zeros(64, dtype=torch.int32)
+    index[5] = -1
+    refused(damage(stored, tmp_path / "model", weight_g_idx=index), "q_proj.weight_g_idx has -1; the limit is 1")
+
+
 def test_an_order_that_the_configuration_denies(source: Path, tmp_path: Path) -> None:
     """The file's own index says in which group an input is: AutoGPTQ's products read it whatever desc_act is."""
     stored, plain = write_checkpoints(source, ACT_ORDER, tmp_path)

@@ -89,8 +89,10 @@ def _of_rows(values: torch.Tensor, out: int, num_groups: int) -> torch.Tensor:
 
 
 def _read_packed(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
-    digits, zeros = unpack_words(tensors["weight_packed"], layout.bits, inputs), None
-    groups = _groups(layout, inputs, tensors.get("weight_g_idx"), "weight_g_idx")
+    digits, zeros, index = unpack_words(tensors["weight_packed"], layout.bits, inputs), None, tensors.get("weight_g_idx")
+    if index is not None and bool((index == -1).all()):
+        index = None  # none was found, as by rounding to nearest: compressed-tensors takes the inputs in order then
+    groups = _groups(layout, inputs, index, "weight_g_idx")
     if not layout.is_symmetric:
         zeros = unpack_words(tensors["weight_zero_point"].t(), layout.bits, out).t()
     return _settle(digits, zeros, _of_rows(_finite(tensors["weight_scale"], "weight_scale"), out, layout.num_groups(inputs)), groups, layout.bits)
