@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.errors import ModelError
 from backend.model_checks import check_drafter, check_model
+from backend.model_files import read_config
 from backend.models import shards
 from backend.models.mtp import Mtp
+from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.shards import held
 from backend.models.writing import _describe, _shorten
 from backend.quantization_config import QuantizationConfig, read_quantization
@@ -109,12 +111,45 @@ def test_what_stands_beside_the_weights_is_taken_along(tmp_path: Path, capsys: p
     template.parent.mkdir()
     template.write_text("{{ tools }}")
     assert main(["quantize", str(folder), str(tmp_path / "out"), "--quantization", "wint8"]) == 0
-    names = {path.relative_to(folder) for path in folder.rglob("*")}
+    names = {path.relative_to(folder) for path in folder.rglob("*")} - {Path("model.py")}
     assert {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")} == names
     weights = load_file(folder / "model.safetensors")
     save_file({name: own * float("nan") for name, own in weights.items()}, folder / "model.safetensors")
     assert main(["quantize", str(folder), str(tmp_path / "none"), "--quantization", "wint8"]) == 2
     assert not (tmp_path / "none").exists()
+
+
+def test_what_is_not_the_checkpoints_stays_where_it_is(tmp_path: Path) -> None:
+    """Triton's code, a trainer's state, weights in other forms and their indices; a model's own code goes along where a file names it."""
+    folder = edited(BUNDLED_DRAFTER, tmp_path / "model")
+    others = ["optimizer.pt", "pytorch_model.bin", "pytorch_model.bin.index.json", "config.pbtxt", "modeling_own.py", "LICENSE", "tokenizer.model.v3"]
+    for name in others:
+        (folder / name).write_text("{}")
+    (folder / "1").mkdir()
+    (folder / "1" / "model.py").touch()
+
+    def written(out: Path) -> set[str]:
+        assert main(["quantize", str(folder), str(out), "--quantization", "wint8"]) == 0
+        return {path.name for path in out.rglob("*")}
+
+    expected = {"config.json", "model.safetensors", "LICENSE", "tokenizer.model.v3"}
+    assert written(tmp_path / "out") == expected
+    edited(BUNDLED_DRAFTER, tmp_path / "named", auto_map={"AutoModel": "modeling_own.Own"})
+    shutil.copy(tmp_path / "named" / "config.json", folder)
+    assert written(tmp_path / "code") == expected | {"modeling_own.py"}
+
+
+@pytest.mark.parametrize("is_modelopt", [False, True])
+def test_what_it_says_of_keys_and_values_is_kept(is_modelopt: bool, tmp_path: Path) -> None:
+    """Of plain weights: ModelOpt's own file would say nothing beside the new config.json."""
+    scheme = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    folder = edited(BUNDLED_MODEL, tmp_path / "model", **({} if is_modelopt else {"quantization_config": scheme}))
+    if is_modelopt:
+        (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--quantization", "wint8"]) == 0
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    found = read_checkpoint_quantization(read_config(tmp_path / "out"), tmp_path / "out")
+    assert found is not None and found.has_weights and found.cache == "fp8"
 
 
 def test_who_else_may_read_it_and_write_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
