@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from backend.errors import ModelError
 from backend.model_checks import settle_quantization
 from backend.models.loader import Checkpoint
 from backend.models.mtp import Mtp
+from backend.models.quantized import read_quantized
 from backend.models.quantized_config import read_checkpoint_quantization
+from backend.models.quantized_spec import Layout
 from backend.quantization import QuantizedLinear
 from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
@@ -300,6 +303,29 @@ def test_scales_that_are_no_numbers(source: Path, tmp_path: Path, form: Format, 
     """They would make no numbers of all answers."""
     stored, _ = write_checkpoints(source, form, tmp_path)
     refused(damage(stored, tmp_path / "model", **tensors), f"model.layers.0.self_attn.q_proj.{message}")
+
+
+@pytest.mark.parametrize("form", [BY_NAME["compressed fp8"], BY_NAME["fp8 of DeepSeek"], BY_NAME["compressed mxfp8"]], ids=str)
+@pytest.mark.parametrize(("place", "code"), [((0, 0), 0x7F), ((63, 63), 0xFF), ((5, 31), 0xFF)], ids=str)
+def test_codes_that_are_no_numbers(source: Path, tmp_path: Path, form: Format, place: tuple[int, int], code: int) -> None:
+    """Kernels would take them for 480. The largest number is one below them."""
+    stored, _ = write_checkpoints(source, form, tmp_path)
+    codes = torch.full((64, 64), 0x7E, dtype=torch.uint8)
+    codes[32:] = 0xFE
+    load(damage(stored, tmp_path / "largest", weight=codes.view(torch.float8_e4m3fn)))
+    codes[place] = code
+    message = "model.layers.0.self_attn.q_proj.weight has nan for a weight"
+    refused(damage(stored, tmp_path / "model", weight=codes.view(torch.float8_e4m3fn)), message)
+
+
+def test_codes_of_odd_counts() -> None:
+    layout = Layout("scaled", dtype="F8_E4M3")
+    for code, is_good in ((0x7E, True), (0x7F, False)):
+        codes = torch.zeros(3, 7, dtype=torch.uint8)
+        codes[2, 6] = code
+        tensors = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.ones(1)}
+        with nullcontext() if is_good else pytest.raises(ValueError, match="weight has nan for a weight; weights must be finite"):
+            read_quantized(layout, tensors, 3, 7)
 
 
 def test_sizes_that_such_words_cannot_hold(stored: Path) -> None:
