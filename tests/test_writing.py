@@ -12,11 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
+from backend.drafter_checks import check_drafter_folder
 from backend.errors import ModelError
 from backend.model_checks import check_drafter, check_model
 from backend.model_files import read_config
 from backend.models import shards
+from backend.models.eagle import Eagle
 from backend.models.mtp import Mtp
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.shards import held
@@ -102,6 +104,28 @@ def test_a_drafter(tmp_path: Path) -> None:
         assert torch.equal(own.decoder.attention.qkv.after_norm(x, norm, 1e-5), other.decoder.attention.qkv.after_norm(x, norm, 1e-5))
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert {"model.layers.0.mlp.up_proj.weight_packed", "model.layers.0.enorm.weight"} <= set(file.keys())
+
+
+def test_a_drafter_of_the_eagle_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which target it is for is not asked. Its authors may have given it their target's architecture."""
+    source = edited(DEFAULT_DRAFTER, tmp_path / "source", architectures=["LlamaForCausalLM"])
+    for folder, out in ((DEFAULT_DRAFTER, tmp_path / "out"), (source, tmp_path / "other")):
+        assert main(["quantize", str(folder), str(out), "--quantization", "wint4"]) == 0
+    check_drafter_folder("eagle3", tmp_path / "out", BUNDLED_MODEL)
+    target, cpu = load(BUNDLED_MODEL), torch.device("cpu")
+    written = Eagle(tmp_path / "out", target, torch.float32, cpu, is_multi_layer=True)
+    rounded = Eagle(DEFAULT_DRAFTER, target, torch.float32, cpu, read_quantization("wint4"), is_multi_layer=True)
+    generator = torch.Generator().manual_seed(0)
+    states = {layer: torch.randn(3, 192, generator=generator) for layer in written.tapped_layers}
+    made = [model.tap(states[written.tapped_layers[0]], states) for model in (written, rounded)]
+    assert torch.equal(*made)
+    x = torch.randn(3, 384, generator=generator)
+    assert torch.equal(*(model._layers[0].attention.qkv(x) for model in (written, rounded)))
+    held = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "other")]
+    assert held[0].keys() == held[1].keys() and "fc.weight_packed" in held[0] and "lm_head.weight_packed" not in held[0]
+    odd = edited(DEFAULT_DRAFTER, tmp_path / "odd", hidden_size=96)
+    assert main(["quantize", str(odd), str(tmp_path / "none"), "--quantization", "wint4"]) == 2
+    assert "eagle3: " in (said := capsys.readouterr().err) and "has shape" in said
 
 
 def test_what_stands_beside_the_weights_is_taken_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

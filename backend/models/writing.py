@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from backend.drafter_checks import list_drafter_weights
 from backend.errors import ConfigError, ModelError
-from backend.model_checks import check_drafter, check_model
+from backend.model_checks import check_model
 from backend.model_files import INDEX_FILE, TEMPLATES, find_weights, is_named, open_weights, read_config, read_json
+from backend.models.eagle_spec import has_part
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
 from backend.models.quantized_config import CLASS, FILE, KEYS, OLD_FILES, read_checkpoint_quantization
 from backend.models.quantized_spec import FP8
@@ -38,6 +40,8 @@ NOT_KEPT = (INDEX_FILE, "config.json", FILE, *OLD_FILES)
 CODE = "auto_map"
 """Where a file names a model's own code, which transformers runs. Other code, such as Triton's model.py, is not the checkpoint's."""
 HEAD = "lm_head"
+JOINS = ("fc", "model.fc", "fusion_fc")
+"""What joins a token and a state, or several states, in drafters of the EAGLE and DFlash kinds; no model has it."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 NUMBER = re.compile(r"\.\d+\.")
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -86,7 +90,8 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
     weights = WeightList()
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed := config.get("architectures"), list) else []
     head = None
-    if any(name in known for name in names for known in (ARCHITECTURES, OLDER_NAMES, WITH_IMAGES)):
+    is_joined = any(has_part(part, find_weights(directory)) for part in JOINS)  # EAGLE's authors give drafters their target's architecture
+    if any(name in known for name in names for known in (ARCHITECTURES, OLDER_NAMES, WITH_IMAGES)) and not is_joined:
         spec = check_model(directory)
         spec.list_weights(weights)
         for name in names:
@@ -99,7 +104,7 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
                 )
             head = spec.head
     else:
-        check_drafter(directory).list_weights(weights)
+        weights = list_drafter_weights(directory)
         if quantization.head_quant_type is not None:
             raise ConfigError(f"quantization.head_quant_type: {directory} is a drafter, whose head is its target's")
     kinds = {"dense": quantization.dense_quant_type, "moe": quantization.moe_quant_type}
