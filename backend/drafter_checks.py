@@ -14,8 +14,10 @@ from backend.model_checks import (
     check_drafter,
     check_fits_target,
     check_model,
+    check_rounded_parts,
     check_weights,
     read_model_config,
+    read_spec,
 )
 from backend.model_files import find_pickled, find_weights, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
@@ -27,6 +29,7 @@ from backend.models.quantized_spec import CACHE_TENSORS
 from backend.models.rope_spec import read_context_len
 from backend.models.spec import WeightList
 from backend.models.values import Values
+from backend.quantization_config import QuantizationConfig
 from backend.shared_tokens import read_shared_tokens
 from backend.speculative_config import SpeculativeConfig
 from backend.tokenizer_checks import check_same_tokens
@@ -127,6 +130,18 @@ def list_drafter_weights(folder: Path) -> WeightList:
 def _find_listed(config: Mapping[str, Any], known: Collection[str]) -> bool:
     names = config.get("architectures")
     return isinstance(names, list) and any(isinstance(name, str) and name in known for name in names)
+
+
+def check_drafter_rounding(method: str, folder: Path, quantization: QuantizationConfig) -> None:
+    """Raises ModelError where experts alone of a drafter are to be rounded, which has none."""
+    if quantization.moe_quant_type is None or quantization.dense_quant_type is not None:
+        return
+    weights = WeightList()
+    if method == "mtp":
+        check_drafter(folder, has_weights=False).list_weights(weights)
+    elif method == "draft_model":
+        read_spec(folder).list_weights(weights)
+    check_rounded_parts(f"{folder}/config.json", weights, quantization)
 
 
 def check_num_drafts(config: SpeculativeConfig, folder: Path, most: int | None) -> None:

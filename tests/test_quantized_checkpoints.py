@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
+from backend.drafter_checks import check_drafter_rounding
 from backend.errors import ModelError
 from backend.model_checks import settle_quantization
 from backend.models.loader import Checkpoint
@@ -407,3 +408,5 @@ def test_it_is_not_rounded_again(stored: Path) -> None:
         load(stored, load_format="dummy")
     with pytest.raises(ModelError, match="quantization -/wint4/- rounds experts, and the model has none"):
         load(BUNDLED_MODEL, quantization=QuantizationConfig(moe_quant_type="wint4"))
+    with pytest.raises(ModelError, match="quantization -/wint4/- rounds experts, and the model has none"):
+        check_drafter_rounding("eagle3", BUNDLED_DRAFTER, QuantizationConfig(moe_quant_type="wint4"))
