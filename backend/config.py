@@ -161,7 +161,7 @@ class EngineConfig(Section):
     """fp8: bfloat16 models on Hopper GPUs round the inputs of products with e4m3 weights (w8a8) and with weights of 4 bits (w4a8) to e4m3, too, with
     a scale for each token: faster and less exact. Experts' products, and the head's, have inputs in the model's dtype. On later GPUs it is products
     of 385 tokens and more, of e4m3 weights that have a scale for each output. A CPU never does. model: all have the model's dtype.
-    auto: fp8 where quantization is a name that asks for it (a8w8_fp8, wfp8afp8, w4a8, w4afp8, a8w8_fp8_wint4)."""
+    auto: fp8 where quantization is a name that asks for it (a8w8_fp8, wfp8afp8, w4a8, w4afp8, a8w8_fp8_wint4), or that of dense parts is."""
     generation_config: str = "auto"
     """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
     top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""

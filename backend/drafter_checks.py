@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import (
@@ -13,24 +14,30 @@ from backend.model_checks import (
     check_drafter,
     check_fits_target,
     check_model,
+    check_rounded_parts,
     check_weights,
     read_model_config,
+    read_spec,
 )
 from backend.model_files import find_pickled, find_weights, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
 from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
+from backend.models.families import DRAFTERS
 from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS
 from backend.models.rope_spec import read_context_len
 from backend.models.spec import WeightList
 from backend.models.values import Values
+from backend.quantization_config import QuantizationConfig
 from backend.shared_tokens import read_shared_tokens
 from backend.speculative_config import SpeculativeConfig
 from backend.tokenizer_checks import check_same_tokens
 
 DEFAULT_LEN = 2048
 """transformers' of Llama, which some drafters do not name; it matters to extended contexts alone."""
+MOST_LAYERS = 1024
+"""Of a target that is not known: which of them a drafter taps changes none of its own sizes."""
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 HEAD = re.compile(r"(?!.*\.res_connection\.)(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks|lm_heads)\.(\d+)\.")
 LEARNED = re.compile(
@@ -90,6 +97,51 @@ def check_drafter_folder(
         if is_readable or not has_weights or method != "medusa":
             return heads.num_heads
     return None
+
+
+def list_drafter_weights(folder: Path) -> WeightList:
+    """The weights of a drafter of any kind but drafting heads, whatever target it is for: sizes that are the target's are taken from what it says
+    itself. Raises ModelError for a folder that holds none."""
+    if _find_listed(config := read_config(folder), DRAFTERS):
+        weights = WeightList()
+        check_drafter(folder).list_weights(weights)
+        return weights
+    names, values, reasons = find_weights(folder), _read_values(folder), []
+    hidden, vocab_size = values.integer("hidden_size", 2**17), values.integer("vocab_size", 2**22)
+    hidden = values.integer("target_hidden_size", 2**17, default=hidden)
+    sizes = {"hidden_size": hidden, "vocab_size": vocab_size, "num_layers": values.integer("num_target_layers", MOST_LAYERS, default=MOST_LAYERS)}
+    for method in ("eagle3", "eagle", "dspark", "dflash"):
+        weights = WeightList()
+        try:
+            if method.startswith("eagle"):
+                spec = read_eagle_spec(folder, names, is_multi_layer=method == "eagle3", **sizes)
+                spec.list_weights(weights, vocab_size)
+            else:
+                read_dflash_spec(folder, names, is_spark=method == "dspark", **sizes).list_weights(weights)
+            check_weights(folder, weights, f"num_hidden_layers is {values.get('num_hidden_layers')}")
+        except ModelError as error:
+            reasons.append(f"\n  {method}: {error}")
+            continue
+        return weights
+    why = f"is no drafter of method mtp; known: {', '.join(DRAFTERS)}{''.join(reasons)}"
+    raise ModelError(f"{folder}/config.json: architectures {config.get('architectures')!r:.200} {why}")
+
+
+def _find_listed(config: Mapping[str, Any], known: Collection[str]) -> bool:
+    names = config.get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name in known for name in names)
+
+
+def check_drafter_rounding(method: str, folder: Path, quantization: QuantizationConfig) -> None:
+    """Raises ModelError where experts alone of a drafter are to be rounded, which has none."""
+    if quantization.moe_quant_type is None or quantization.dense_quant_type is not None:
+        return
+    weights = WeightList()
+    if method == "mtp":
+        check_drafter(folder, has_weights=False).list_weights(weights)
+    elif method == "draft_model":
+        read_spec(folder).list_weights(weights)
+    check_rounded_parts(f"{folder}/config.json", weights, quantization)
 
 
 def check_num_drafts(config: SpeculativeConfig, folder: Path, most: int | None) -> None:

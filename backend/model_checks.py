@@ -262,6 +262,21 @@ def check_rounding(config: Mapping[str, Any], directory: str | Path, quantizatio
     raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
 
 
+def check_rounded_parts(where: str, weights: WeightList, quantization: QuantizationConfig | None) -> None:
+    """Raises ModelError where experts alone are to be rounded, and none of these weights is an expert's: nothing would be."""
+    if quantization is None or quantization.moe_quant_type is None or quantization.dense_quant_type is not None:
+        return
+    if "moe" not in weights.rounded.values():
+        raise ModelError(f"{where}: quantization {quantization.names} rounds experts, and the model has none; name a dense_quant_type")
+
+
+def check_experts(directory: str | Path, quantization: QuantizationConfig | None) -> None:
+    """The same of a model's folder."""
+    spec, weights = read_spec(directory), WeightList()
+    spec.list_weights(weights)
+    check_rounded_parts(spec.where, weights, quantization)
+
+
 def settle_quantization(value: Any, directory: str | Path) -> tuple[Any, str]:
     """An option `quantization` that names the format a checkpoint has anyway asks for nothing -> the option that is left, and a line that says so.
 

@@ -28,7 +28,10 @@ MIXED = "mix_quant"
 
 
 def asks_for_activations(value: object) -> bool:
-    """Whether an option's name is one of PaddleNLP's and FastDeploy's for weights and activations in 8 bits."""
+    """Whether an option's name is one of PaddleNLP's and FastDeploy's for weights and activations in 8 bits; of parts, that of dense ones: inputs of
+    experts and of the head stay as they are."""
+    if isinstance(value, QuantizationConfig):
+        return value.asks_for_activations
     return isinstance(value, str) and value.lower() in (*ACTIVATION_ALIASES, *NESTED_ALIASES)
 
 
@@ -70,17 +73,24 @@ class QuantizationConfig(Section):
     """FastDeploy's place for `kv_cache_dtype`: float8_e4m3fn is fp8. Not for drafters: they keep keys and values in the model's dtype."""
 
     def __post_init__(self) -> None:
-        general = None if self.quantization in (None, MIXED) else normalize_scheme("quantization", self.quantization)
+        named = self.quantization if self.dense_quant_type is None else self.dense_quant_type
+        object.__setattr__(self, "_asks_for_activations", asks_for_activations(named))  # no key, and names are settled below
+        general: dict[str, str] = {}
+        if self.quantization not in (None, MIXED):
+            parts = NESTED_ALIASES.get(self.quantization.lower())
+            general = parts or dict.fromkeys(("dense_quant_type", "moe_quant_type"), normalize_scheme("quantization", self.quantization))
         for key in ("dense_quant_type", "moe_quant_type", "head_quant_type"):
             value = getattr(self, key)
-            if value is not None:
-                object.__setattr__(self, key, normalize_scheme(key, value))
-            elif key != "head_quant_type":
-                object.__setattr__(self, key, general)
+            object.__setattr__(self, key, general.get(key) if value is None else normalize_scheme(key, value))
         object.__setattr__(self, "quantization", None)  # what it says, the others say now
         if self.kv_cache_quant_type is not None:
             cache = normalize_cache_dtype("kv_cache_quant_type", self.kv_cache_quant_type)
             object.__setattr__(self, "kv_cache_quant_type", cache)
+
+    @property
+    def asks_for_activations(self) -> bool:
+        """Whether dense parts were given a name of weights and activations in 8 bits."""
+        return bool(getattr(self, "_asks_for_activations", False))
 
     @property
     def names(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig
-from backend.drafter_checks import check_drafter_folder, check_num_drafts
+from backend.drafter_checks import check_drafter_folder, check_drafter_rounding, check_num_drafts
 from backend.errors import ConfigError, ModelError
 from backend.model_files import expand_user, find_pickled, name_others, name_tokenizers, read_config, settle_path
 from backend.model_sources import MOVED, Source, check_ascii, find_model
@@ -169,6 +169,7 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     check_num_drafts(config, folder, most)
     module = model_checks.check_drafter(folder) if method == "mtp" and has_weights else None
     model_checks.check_rounding(read_config(folder), folder, config.rounding, module)
+    check_drafter_rounding(method, folder, config.rounding)
     return folder
 
 
@@ -321,6 +322,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         server = find_server()  # before a model is fetched
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin, engine.parallel_config, engine.unknown_tokens)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
+        model_checks.check_experts(model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
         check_repository(target)

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from backend import LLM
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER, EngineConfig
 from backend.errors import ConfigError
 from backend.other_servers.kinds import Alias, Needless, Refused
 from backend.other_servers.tables import OTHERS
@@ -527,6 +527,23 @@ def test_a_file_that_cannot_be_read_is_said_at_once(state: Path, tmp_path: Path,
     assert capsys.readouterr().err.startswith("foretoken serve: ") and not state.exists()
     assert main(["serve", "--dry-run", *(word.format(**places) for word in words)]) == 2
     assert message.format(**places) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--quantization", "{moe}"],
+        ["--speculative-config", '{{"method": "mtp", "quantization": {moe}}}'],
+        ["--speculative-config", '{{"method": "eagle3", "model": "{drafter}", "quantization": {moe}}}'],
+        ["--speculative-config", '{{"method": "draft_model", "model": "{model}", "quantization": {moe}}}'],
+    ],
+    ids=str,
+)
+def test_experts_alone_are_rounded_where_there_are_some(option: list[str], state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a drafter without any the option would do nothing, and nobody would be told."""
+    places = {"moe": '{"moe_quant_type": "wint4"}', "drafter": DEFAULT_DRAFTER, "model": BUNDLED_MODEL}
+    assert main(["serve", "--dry-run", *(word.format(**places) for word in option)]) == 2
+    assert "quantization -/wint4/- rounds experts, and the model has none; name a dense_quant_type" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["localhost", "http://127.0.0.1:8001", "127.0.0.1:0", ":8001", ""])

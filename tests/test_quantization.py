@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -280,6 +281,7 @@ def test_ranks_and_neighbours_change_no_weight(scheme: str, tmp_path: Path) -> N
         ({"dense_quant_type": "wint8", "moe_quant_type": "wint4"}, "wint8", "wint4", None),
         ({"quantization": "mix_quant", "moe_quant_type": "weight_only_int4"}, None, "wint4", None),
         ({"quantization": "fp8", "moe_quant_type": "wint4", "head_quant_type": "wint8"}, "fp8", "wint4", "wint8"),
+        ({"quantization": "A8W8_FP8_WINT4", "head_quant_type": "wint8"}, "fp8", "wint4", "wint8"),
     ],
 )
 def test_names_of_types(value: object, dense: str | None, experts: str | None, head: str | None) -> None:
@@ -349,9 +351,19 @@ def test_products_where_nothing_compiles(has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"), [({}, "model"), ({"quantization": "fp8"}, "model"), ({"quantization": "A8W8_FP8"}, "fp8"), ({"quantization": "w4a8"}, "fp8")]
+    ("own", "expected"),
+    [
+        ({}, "model"),
+        ({"quantization": "fp8"}, "model"),
+        ({"quantization": "A8W8_FP8"}, "fp8"),
+        ({"quantization": "w4a8"}, "fp8"),
+        ({"quantization": {"dense_quant_type": "a8w8_fp8", "moe_quant_type": "wint4"}}, "fp8"),  # in an object as alone
+        ({"quantization": {"quantization": "a8w8_fp8_wint4"}}, "fp8"),
+        ({"quantization": {"quantization": "w4a8", "dense_quant_type": "wint8"}}, "model"),
+        ({"quantization": {"moe_quant_type": "w4a8", "head_quant_type": "a8w8_fp8"}}, "model"),  # whose inputs stay as they are
+    ],
 )
-def test_names_that_ask_for_activations(own: dict[str, str], expected: str) -> None:
+def test_names_that_ask_for_activations(own: dict[str, Any], expected: str) -> None:
     config = EngineConfig.from_dict(own)
     assert config.activations == expected and dataclasses.replace(config).activations == expected
     assert EngineConfig.from_dict(own | {"activations": "model"}).activations == "model"

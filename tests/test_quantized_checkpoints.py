@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
+from backend.drafter_checks import check_drafter_rounding
 from backend.errors import ModelError
 from backend.model_checks import settle_quantization
 from backend.models.loader import Checkpoint
 from backend.models.mtp import Mtp
+from backend.models.quantized import read_quantized
 from backend.models.quantized_config import read_checkpoint_quantization
+from backend.models.quantized_spec import Layout
 from backend.quantization import QuantizedLinear
 from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
@@ -206,6 +210,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; known: gptq, gptq_v2"),
     (GPTQ | {"desc_act": "yes"}, "desc_act is 'yes'; it must be true or false"),
     (GPTQ | {"dynamic": {"+:(": {}}}, "dynamic has '(', which is no regular expression"),
+    (GPTQ | {"dynamic": {"a{99999999999999999999}": {}}}, "dynamic has 'a{99999999999999999999}', which is no regular expression: the repetition"),
+    (GPTQ | {"dynamic": {"(" * 5000: {}}}, ", which is no regular expression: maximum recursion depth"),
     (GPTQ | {"dynamic": {"+:.*": {"bits": 2}}}, "dynamic: +:.*: bits is 2"),
     (GPTQ | {"dynamic": [1]}, "dynamic is [1]; it must be an object"),
     (GPTQ | {"group_size": 16}, " has shape (2, 64); config.json makes it (4, 64)"),
@@ -300,6 +306,29 @@ def test_scales_that_are_no_numbers(source: Path, tmp_path: Path, form: Format, 
     refused(damage(stored, tmp_path / "model", **tensors), f"model.layers.0.self_attn.q_proj.{message}")
 
 
+@pytest.mark.parametrize("form", [BY_NAME["compressed fp8"], BY_NAME["fp8 of DeepSeek"], BY_NAME["compressed mxfp8"]], ids=str)
+@pytest.mark.parametrize(("place", "code"), [((0, 0), 0x7F), ((63, 63), 0xFF), ((5, 31), 0xFF)], ids=str)
+def test_codes_that_are_no_numbers(source: Path, tmp_path: Path, form: Format, place: tuple[int, int], code: int) -> None:
+    """Kernels would take them for 480. The largest number is one below them."""
+    stored, _ = write_checkpoints(source, form, tmp_path)
+    codes = torch.full((64, 64), 0x7E, dtype=torch.uint8)
+    codes[32:] = 0xFE
+    load(damage(stored, tmp_path / "largest", weight=codes.view(torch.float8_e4m3fn)))
+    codes[place] = code
+    message = "model.layers.0.self_attn.q_proj.weight has nan for a weight"
+    refused(damage(stored, tmp_path / "model", weight=codes.view(torch.float8_e4m3fn)), message)
+
+
+def test_codes_of_odd_counts() -> None:
+    layout = Layout("scaled", dtype="F8_E4M3")
+    for code, is_good in ((0x7E, True), (0x7F, False)):
+        codes = torch.zeros(3, 7, dtype=torch.uint8)
+        codes[2, 6] = code
+        tensors = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.ones(1)}
+        with nullcontext() if is_good else pytest.raises(ValueError, match="weight has nan for a weight; weights must be finite"):
+            read_quantized(layout, tensors, 3, 7)
+
+
 def test_sizes_that_such_words_cannot_hold(stored: Path) -> None:
     with (
         Checkpoint(stored, read_checkpoint_quantization({"quantization_config": GPTQ}, stored)) as checkpoint,
@@ -313,6 +342,21 @@ def test_sizes_that_such_words_cannot_hold(stored: Path) -> None:
 def test_an_index_of_groups_that_are_not_there(source: Path, tmp_path: Path) -> None:
     stored, _ = write_checkpoints(source, ACT_ORDER, tmp_path)
     refused(damage(stored, tmp_path / "model", g_idx=torch.full((64,), 2, dtype=torch.int32)), "q_proj.g_idx has 2; the limit is 1")
+
+
+def test_an_order_that_was_never_found(source: Path, tmp_path: Path) -> None:
+    """compressed-tensors saves -1 of every input where act-order was asked for and weights were rounded to nearest."""
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> Any:
+        tensors, values = packed()(weight, generator)
+        return tensors | {"weight_g_idx": torch.full((weight.shape[1],), -1, dtype=torch.int32)}, values
+
+    config = compressed("pack-quantized", strategy="group", group_size=32, actorder="group")
+    stored, plain = write_checkpoints(source, Format("no order", config, write), tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+    index = torch.zeros(64, dtype=torch.int32)
+    index[5] = -1
+    refused(damage(stored, tmp_path / "model", weight_g_idx=index), "q_proj.weight_g_idx has -1; the limit is 1")
 
 
 def test_an_order_that_the_configuration_denies(source: Path, tmp_path: Path) -> None:
@@ -364,3 +408,5 @@ def test_it_is_not_rounded_again(stored: Path) -> None:
         load(stored, load_format="dummy")
     with pytest.raises(ModelError, match="quantization -/wint4/- rounds experts, and the model has none"):
         load(BUNDLED_MODEL, quantization=QuantizationConfig(moe_quant_type="wint4"))
+    with pytest.raises(ModelError, match="quantization -/wint4/- rounds experts, and the model has none"):
+        check_drafter_rounding("eagle3", BUNDLED_DRAFTER, QuantizationConfig(moe_quant_type="wint4"))

@@ -12,11 +12,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
+from backend.drafter_checks import check_drafter_folder
 from backend.errors import ModelError
 from backend.model_checks import check_drafter, check_model
+from backend.model_files import read_config
 from backend.models import shards
+from backend.models.eagle import Eagle
 from backend.models.mtp import Mtp
+from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.shards import held
 from backend.models.writing import _describe, _shorten
 from backend.quantization_config import QuantizationConfig, read_quantization
@@ -102,6 +106,28 @@ def test_a_drafter(tmp_path: Path) -> None:
         assert {"model.layers.0.mlp.up_proj.weight_packed", "model.layers.0.enorm.weight"} <= set(file.keys())
 
 
+def test_a_drafter_of_the_eagle_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which target it is for is not asked. Its authors may have given it their target's architecture."""
+    source = edited(DEFAULT_DRAFTER, tmp_path / "source", architectures=["LlamaForCausalLM"])
+    for folder, out in ((DEFAULT_DRAFTER, tmp_path / "out"), (source, tmp_path / "other")):
+        assert main(["quantize", str(folder), str(out), "--quantization", "wint4"]) == 0
+    check_drafter_folder("eagle3", tmp_path / "out", BUNDLED_MODEL)
+    target, cpu = load(BUNDLED_MODEL), torch.device("cpu")
+    written = Eagle(tmp_path / "out", target, torch.float32, cpu, is_multi_layer=True)
+    rounded = Eagle(DEFAULT_DRAFTER, target, torch.float32, cpu, read_quantization("wint4"), is_multi_layer=True)
+    generator = torch.Generator().manual_seed(0)
+    states = {layer: torch.randn(3, 192, generator=generator) for layer in written.tapped_layers}
+    made = [model.tap(states[written.tapped_layers[0]], states) for model in (written, rounded)]
+    assert torch.equal(*made)
+    x = torch.randn(3, 384, generator=generator)
+    assert torch.equal(*(model._layers[0].attention.qkv(x) for model in (written, rounded)))
+    held = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "other")]
+    assert held[0].keys() == held[1].keys() and "fc.weight_packed" in held[0] and "lm_head.weight_packed" not in held[0]
+    odd = edited(DEFAULT_DRAFTER, tmp_path / "odd", hidden_size=96)
+    assert main(["quantize", str(odd), str(tmp_path / "none"), "--quantization", "wint4"]) == 2
+    assert "eagle3: " in (said := capsys.readouterr().err) and "has shape" in said
+
+
 def test_what_stands_beside_the_weights_is_taken_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Templates of a folder of their own too, or chats with tools would be written by another one; and none of it where no model is written."""
     folder = edited(BUNDLED_DRAFTER, tmp_path / "model")
@@ -109,12 +135,45 @@ def test_what_stands_beside_the_weights_is_taken_along(tmp_path: Path, capsys: p
     template.parent.mkdir()
     template.write_text("{{ tools }}")
     assert main(["quantize", str(folder), str(tmp_path / "out"), "--quantization", "wint8"]) == 0
-    names = {path.relative_to(folder) for path in folder.rglob("*")}
+    names = {path.relative_to(folder) for path in folder.rglob("*")} - {Path("model.py")}
     assert {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")} == names
     weights = load_file(folder / "model.safetensors")
     save_file({name: own * float("nan") for name, own in weights.items()}, folder / "model.safetensors")
     assert main(["quantize", str(folder), str(tmp_path / "none"), "--quantization", "wint8"]) == 2
     assert not (tmp_path / "none").exists()
+
+
+def test_what_is_not_the_checkpoints_stays_where_it_is(tmp_path: Path) -> None:
+    """Triton's code, a trainer's state, weights in other forms and their indices; a model's own code goes along where a file names it."""
+    folder = edited(BUNDLED_DRAFTER, tmp_path / "model")
+    others = ["optimizer.pt", "pytorch_model.bin", "pytorch_model.bin.index.json", "config.pbtxt", "modeling_own.py", "LICENSE", "tokenizer.model.v3"]
+    for name in others:
+        (folder / name).write_text("{}")
+    (folder / "1").mkdir()
+    (folder / "1" / "model.py").touch()
+
+    def written(out: Path) -> set[str]:
+        assert main(["quantize", str(folder), str(out), "--quantization", "wint8"]) == 0
+        return {path.name for path in out.rglob("*")}
+
+    expected = {"config.json", "model.safetensors", "LICENSE", "tokenizer.model.v3"}
+    assert written(tmp_path / "out") == expected
+    edited(BUNDLED_DRAFTER, tmp_path / "named", auto_map={"AutoModel": "modeling_own.Own"})
+    shutil.copy(tmp_path / "named" / "config.json", folder)
+    assert written(tmp_path / "code") == expected | {"modeling_own.py"}
+
+
+@pytest.mark.parametrize("is_modelopt", [False, True])
+def test_what_it_says_of_keys_and_values_is_kept(is_modelopt: bool, tmp_path: Path) -> None:
+    """Of plain weights: ModelOpt's own file would say nothing beside the new config.json."""
+    scheme = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    folder = edited(BUNDLED_MODEL, tmp_path / "model", **({} if is_modelopt else {"quantization_config": scheme}))
+    if is_modelopt:
+        (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--quantization", "wint8"]) == 0
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    found = read_checkpoint_quantization(read_config(tmp_path / "out"), tmp_path / "out")
+    assert found is not None and found.has_weights and found.cache == "fp8"
 
 
 def test_who_else_may_read_it_and_write_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from backend.budget import CostClass
 from backend.config import BUNDLED_DRAFTER, EngineConfig
-from backend.drafter_checks import check_num_drafts
+from backend.drafter_checks import check_drafter_rounding, check_num_drafts
 from backend.errors import ConfigError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
@@ -54,6 +54,7 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
 
         assert tree is not None
         return RecyclingDrafter(target.vocab_size, tree.num_candidates, device)
+    check_drafter_rounding(str(speculative.model_method), _find_folder(config), speculative.rounding)
     if speculative.model_method in HEAD_METHODS:
         from backend.drafters.heads import HeadsDrafter
         from backend.models.heads import load_heads

@@ -12,7 +12,7 @@ import torch
 from backend.devices import keep_temporaries_on_heap
 from backend.errors import ModelError
 from backend.kv_store import CacheSpec
-from backend.model_checks import check_model, check_rounding
+from backend.model_checks import check_model, check_rounded_parts, check_rounding
 from backend.model_files import find_pickled, read_config
 from backend.models.cache_scales import Scales
 from backend.models.decoder import Decoder, Passing
@@ -21,7 +21,7 @@ from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint, PickledCheckpoint
 from backend.models.moe_spec import MoeSpec
 from backend.models.quantized_config import read_checkpoint_quantization
-from backend.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from backend.models.spec import AttentionSpec, DecoderSpec, LayerSpec, WeightList
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
 from backend.token_map import read_token_map
@@ -182,8 +182,9 @@ def load_model(
     if device.type == "cuda" and not only_head:
         check_gpu(spec, dtype)
     has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
-    if quantization is not None and quantization.moe_quant_type is not None and not (has_experts or quantization.dense_quant_type):
-        raise ModelError(f"{spec.where}: quantization {quantization.names} rounds experts, and the model has none; name a dense_quant_type")
+    weights = WeightList()
+    spec.list_weights(weights)
+    check_rounded_parts(spec.where, weights, quantization)
     if is_expert_parallel and not has_experts:
         logger.warning("%s: expert_parallel changes nothing: the model has no experts", spec.where)
     if device.type == "cpu":

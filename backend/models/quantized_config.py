@@ -129,7 +129,7 @@ def _gptq_layout(values: Values, general: Layout | None = None) -> Layout:
 def _compile(values: Values, key: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:  # the latter two of numbers and nesting beyond what Python compiles
         raise ModelError(f"{values.where}: {key} has {pattern!r:.80}, which is no regular expression: {error}") from None
 
 

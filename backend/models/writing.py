@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from backend.drafter_checks import list_drafter_weights
 from backend.errors import ConfigError, ModelError
-from backend.model_checks import check_drafter, check_model
-from backend.model_files import INDEX_FILE, TEMPLATES, find_weights, open_weights, read_config
+from backend.model_checks import check_model
+from backend.model_files import INDEX_FILE, TEMPLATES, find_weights, is_named, open_weights, read_config, read_json
+from backend.models.eagle_spec import has_part
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
-from backend.models.quantized_config import CLASS, read_checkpoint_quantization
+from backend.models.quantized_config import CLASS, FILE, KEYS, OLD_FILES, read_checkpoint_quantization
+from backend.models.quantized_spec import FP8
 from backend.models.shards import ShardWriter, check_new, new_folder
 from backend.models.spec import WeightList
 from backend.models.values import Values
@@ -29,32 +32,57 @@ from backend.quantization_config import QuantizationConfig
 
 MAX_FILE_BYTES = 2**28
 """Other files of the folder are copied up to this size: tokenizers, templates."""
+KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
+KEPT_NAMES = ("tokenizer", "LICENSE", "NOTICE", "USE_POLICY")
+"""What else belongs to a checkpoint begins so: tokenizer.model.v3, licences."""
+NOT_KEPT = (INDEX_FILE, "config.json", FILE, *OLD_FILES)
+"""Written anew, or said by config.json from now on."""
+CODE = "auto_map"
+"""Where a file names a model's own code, which transformers runs. Other code, such as Triton's model.py, is not the checkpoint's."""
 HEAD = "lm_head"
+JOINS = ("fc", "model.fc", "fusion_fc")
+"""What joins a token and a state, or several states, in drafters of the EAGLE and DFlash kinds; no model has it."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 NUMBER = re.compile(r"\.\d+\.")
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""Of keys and values that the source means to be kept in e4m3, though its weights are plain."""
 FORMATS = {"wint8": "pack-quantized", "wint4": "pack-quantized", "fp8": "float-quantized", "block_wise_fp8": "float-quantized"}
 
 
 def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig) -> None:
     """Writes the model or drafter of `directory` to the new folder `out`. Raises ModelError, ConfigError."""
     config = read_config(directory)
-    if (found := read_checkpoint_quantization(config, directory)) is not None:
+    found = read_checkpoint_quantization(config, directory)
+    if found is not None and found.has_weights:
         raise ModelError(f"{directory}: the weights are quantized already ({found.method})")
     check_new(out)
     schemes = _find_schemes(config, directory, quantization)
     if not schemes:
         raise ConfigError(f"quantization {quantization.names} rounds no weight of {directory}")
     with new_folder(out):
-        for path in sorted((*directory.iterdir(), *(directory / TEMPLATES).glob("*.jinja"))):
+        for path in _find_files(directory):
             # config.json comes last: what is ended before is no model.
-            is_other = path.suffix != ".safetensors" and path.name not in (INDEX_FILE, "config.json")
-            if is_other and path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
-                copy = out / path.relative_to(directory)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)
+            copy = out / path.relative_to(directory)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
         plain = _write_weights(find_weights(directory), out, schemes)
-        text = json.dumps(json.loads((directory / "config.json").read_text("utf-8")) | {"quantization_config": _describe(schemes, plain)}, indent=2)
-        (out / "config.json").write_text(f"{text}\n", "utf-8")
+        described = _describe(schemes, plain) | ({"kv_cache_scheme": CACHE} if found is not None and found.cache == FP8 else {})
+        own = {key: value for key, value in read_json(directory / "config.json").items() if key not in KEYS}
+        (out / "config.json").write_text(f"{json.dumps(own | {KEYS[0]: described}, indent=2)}\n", "utf-8")
+
+
+def _find_files(directory: Path) -> list[Path]:
+    """What stands beside the weights of a checkpoint and belongs to it: not what a server, a trainer or another format has in the folder."""
+    beside = [path for path in directory.iterdir() if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES]
+    has_code = any(is_named(path) and read_json(path).get(CODE) for path in (directory / "config.json", directory / "tokenizer_config.json"))
+
+    def belongs(name: str, suffix: str) -> bool:
+        if name in NOT_KEPT or name.endswith(".index.json"):
+            return False
+        return suffix in KEPT or name.startswith(KEPT_NAMES) or (has_code and suffix == ".py" and name != "model.py")
+
+    found = [path for path in beside if belongs(path.name, path.suffix)]
+    return sorted((*found, *(directory / TEMPLATES).glob("*.jinja")))
 
 
 def _find_schemes(config: dict[str, Any], directory: Path, quantization: QuantizationConfig) -> dict[str, str]:
@@ -62,7 +90,8 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
     weights = WeightList()
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed := config.get("architectures"), list) else []
     head = None
-    if any(name in known for name in names for known in (ARCHITECTURES, OLDER_NAMES, WITH_IMAGES)):
+    is_joined = any(has_part(part, find_weights(directory)) for part in JOINS)  # EAGLE's authors give drafters their target's architecture
+    if any(name in known for name in names for known in (ARCHITECTURES, OLDER_NAMES, WITH_IMAGES)) and not is_joined:
         spec = check_model(directory)
         spec.list_weights(weights)
         for name in names:
@@ -75,7 +104,7 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
                 )
             head = spec.head
     else:
-        check_drafter(directory).list_weights(weights)
+        weights = list_drafter_weights(directory)
         if quantization.head_quant_type is not None:
             raise ConfigError(f"quantization.head_quant_type: {directory} is a drafter, whose head is its target's")
     kinds = {"dense": quantization.dense_quant_type, "moe": quantization.moe_quant_type}
