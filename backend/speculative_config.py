@@ -299,12 +299,20 @@ class SpeculativeConfig(Section):
         if steps is None and self._default_depth and self.method not in STEP_METHODS:
             steps = self._default_depth
         if steps is None:
-            steps = min(count, AUTO_STEPS) if self.method == AUTO else max(1, count) if self.mtp_strategy == "default" else 1
+            steps = self._usual_steps(count)
         if self.method in (*STEP_METHODS, AUTO) and steps > count:
             logger.warning("num_speculative_tokens %d is raised to num_model_steps %d", count, steps)
             count = steps
         object.__setattr__(self, "num_speculative_tokens", count)
         object.__setattr__(self, "num_model_steps", steps)
+
+    def _usual_steps(self, count: int) -> int:
+        return min(count, AUTO_STEPS) if self.method == AUTO else max(1, count) if self.mtp_strategy == "default" else 1
+
+    @property
+    def has_usual_steps(self) -> bool:
+        """Whether num_model_steps is what follows from a method that is not the drafter's own: then a drafter may make fewer."""
+        return self.method not in STEP_METHODS and self.num_model_steps == self._usual_steps(self.num_speculative_tokens or 0)
 
     @property
     def rounding(self) -> QuantizationConfig:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
+import benchmarks.drafters
 from backend.drafter_checks import check_drafter_folder
 from backend.engine import Engine
 from backend.models.shards import held
@@ -638,3 +639,10 @@ def test_attend_unrolled_against_its_plain_statement(passes: int, heads: int, kv
         scores = torch.stack([q[b, h, row] @ keys[m][b, own, place] for m, place in seen]) / size**0.5
         wanted = sum(w * values[m][b, own, place] for w, (m, place) in zip(scores.softmax(0), seen))
         torch.testing.assert_close(found[b, h, row], wanted, rtol=0, atol=1e-5)
+
+
+def test_a_comparison_wants_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["drafters", "--data", "x", "--heldout", "x", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.drafters.main()
+    assert f"--out {tmp_path}: File exists; it must be a new folder" in capsys.readouterr().err
