@@ -81,7 +81,7 @@ class Booking:
         own.last_tokens = self._now
         # The first drafts may be those of another node, whose trees are others.
         depth = max(num_accepted, request.speculation.depth_of(outcome.num_drafts)) if outcome.num_drafts else 0
-        request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth)
+        request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth, drafters[num_accepted : outcome.num_drafts])
         self._metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids), depth)
         sources = drafters[:num_accepted] + ["target"] * (len(token_ids) - num_accepted)
         self._open.send(own, Delta(request.group_id, request.index, token_ids, text, sources, logprobs, "stop" if is_stopped else reason))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
+from backend.model_files import expand_user
 from backend.quantization_config import (
     CACHE_SCALES,
     QuantizationConfig,
@@ -48,6 +49,10 @@ UNKNOWN_TOKENS = ("error", "refuse")
 ACTIVATIONS = ("auto", "model", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+def is_bundled(model: str | Path) -> bool:
+    return expand_user(model).resolve() == BUNDLED_MODEL.resolve()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +220,8 @@ class EngineConfig(Section):
         good = 0 <= self.max_forced_tokens <= MAX_SPECULATIVE_TOKENS
         require(good, "max_forced_tokens", self.max_forced_tokens, f"from 0 to {MAX_SPECULATIVE_TOKENS}")
         require(self.single_thread_tokens is None or self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
+        bundled = str(DEFAULT_DRAFTER) if is_bundled(self.model) else None
+        object.__setattr__(self, "speculative_config", self.speculative_config.find_drafter(bundled))
         own, target = self.speculative_config.draft_tensor_parallel_size, self.parallel_config.tensor_parallel_size
         require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         good = target == 1 or self.speculative_config.placement != "bls"

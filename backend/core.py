@@ -64,10 +64,14 @@ class SpeculationStats:
     accepted: int = 0
     emitted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    refused: dict[str, int] = field(default_factory=dict)
+    """Drafts that did not stand, by who made them (a `token_sources` name)."""
 
-    def add(self, num_drafted: int, num_accepted: int, num_emitted: int, depth: int) -> None:
-        """depth: drafts on the longest path, of which a chain has all."""
+    def add(self, num_drafted: int, num_accepted: int, num_emitted: int, depth: int, refused: Sequence[str] = ()) -> None:
+        """depth: drafts on the longest path, of which a chain has all; refused: who made each draft that did not stand."""
         self.steps += 1
+        for name in refused:
+            self.refused[name] = self.refused.get(name, 0) + 1
         self.drafts += num_drafted > 0
         self.drafted += num_drafted
         self.accepted += num_accepted
@@ -90,6 +94,7 @@ class SpeculationStats:
             "mean_accepted_length": 1 + self.accepted / self.drafts if self.drafts else 1.0,
             "accept_ratio": 1 - self.steps / self.emitted if self.emitted else 0.0,
             "accepted_per_position": list(self.accepted_per_position),
+            "refused": dict(self.refused),
         }
 
 

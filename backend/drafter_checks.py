@@ -147,7 +147,7 @@ def check_drafter_rounding(method: str, folder: Path, quantization: Quantization
 def check_num_drafts(config: SpeculativeConfig, folder: Path, most: int | None) -> None:
     """Raises ConfigError where more are wanted than its drafter makes in a step."""
     steps = config.num_model_steps or 1
-    if most is None or steps <= most:
+    if most is None or steps <= most or config.has_usual_steps:  # what nobody asked for is no more than there is
         return
     default = ": without it, it is num_speculative_tokens" if steps == config.num_speculative_tokens else ""  # which alone may be given
     raise ConfigError(f"speculative_config.num_model_steps is {steps}; the drafter in {folder} makes {most} drafts a step at most{default}")

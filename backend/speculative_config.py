@@ -5,6 +5,7 @@ Nothing here imports torch: the launcher reads this module too.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ MAX_SUFFIX_LIMIT = 10**6
 """The trees count in 32 bits, and products that overflow them end all drafts without a word."""
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
+BUNDLED_METHOD = "eagle3"
+"""Of the drafter in the bundled model's folder."""
 MODEL_METHODS = ("mtp", "draft_model", "eagle", "eagle3", "dflash", "dspark", "medusa", "hydra", "mlp_speculator")
 """Those that draft with weights of their own: a server has one of them at most."""
 HEAD_METHODS = ("medusa", "hydra", "mlp_speculator")
@@ -124,7 +127,7 @@ class SpeculativeConfig(Section):
     """ngram: shortest run. Default: 1; with_ngram: 2."""
     model: str | None = None
     """Model drafters: folder of the drafter's weights. Only mtp has a default: the model's own, where it has such weights, else the mtp_drafter
-    model's version folder; and eagle3 where foretoken serve serves the bundled model."""
+    model's version folder; and eagle3 of the bundled model."""
     num_model_steps: int | None = None
     """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; auto: 5 of them; with_ngram and with_suffix:
     1."""
@@ -249,10 +252,18 @@ class SpeculativeConfig(Section):
         own = [method for method in self.loaded_methods if method in STEP_METHODS]
         require(len(own) < 2, "request_methods", self.request_methods, f"without a second model drafter: {' and '.join(own)} would share `model`")
         if own and own[0] in MODEL_METHODS and own[0] != "mtp":
-            require(self.model is not None, "model", self.model, f"the folder of the drafter's weights with method {own[0]}")
             good = self.draft_tensor_parallel_size == 1 or own[0] not in HEAD_METHODS
             require(good, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, f"1 with method {own[0]}, whose heads are not split")
             require(self.placement != "bls", "placement", self.placement, f"auto or in_process with method {own[0]}: bls is for mtp")
+
+    def find_drafter(self, bundled: str | None) -> Self:
+        """With the folder of the drafter, where none is named. bundled: of the target's own one; None: it comes with none. Raises ConfigError."""
+        method = self.model_method
+        if self.model is not None or method in ("", "mtp", RECYCLING):
+            return self
+        good = bundled is not None and method == BUNDLED_METHOD
+        require(good, "speculative_config.model", self.model, f"the folder of the drafter's weights with method {method}")
+        return dataclasses.replace(self, model=bundled)
 
     def _check_suffix(self) -> None:
         prefix = "suffix_decoding_"
@@ -288,12 +299,20 @@ class SpeculativeConfig(Section):
         if steps is None and self._default_depth and self.method not in STEP_METHODS:
             steps = self._default_depth
         if steps is None:
-            steps = min(count, AUTO_STEPS) if self.method == AUTO else max(1, count) if self.mtp_strategy == "default" else 1
+            steps = self._usual_steps(count)
         if self.method in (*STEP_METHODS, AUTO) and steps > count:
             logger.warning("num_speculative_tokens %d is raised to num_model_steps %d", count, steps)
             count = steps
         object.__setattr__(self, "num_speculative_tokens", count)
         object.__setattr__(self, "num_model_steps", steps)
+
+    def _usual_steps(self, count: int) -> int:
+        return min(count, AUTO_STEPS) if self.method == AUTO else max(1, count) if self.mtp_strategy == "default" else 1
+
+    @property
+    def has_usual_steps(self) -> bool:
+        """Whether num_model_steps is what follows from a method that is not the drafter's own: then a drafter may make fewer."""
+        return self.method not in STEP_METHODS and self.num_model_steps == self._usual_steps(self.num_speculative_tokens or 0)
 
     @property
     def rounding(self) -> QuantizationConfig:

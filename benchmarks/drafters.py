@@ -84,7 +84,10 @@ def main() -> None:
     clock = time.perf_counter if is_gpu else time.process_time
     if not is_gpu:
         torch.set_num_threads(1)
-    args.out.mkdir(parents=True)
+    try:
+        args.out.mkdir(parents=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error.strerror}; it must be a new folder")
     data = args.data if args.answers is None else [answer(args)]
     common = ["--model", str(args.model), "--data", *map(str, data)]
     if args.states if args.states is not None else not is_gpu:

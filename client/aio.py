@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -162,6 +162,8 @@ class AsyncClient:
     async def add_suffix_corpus(self, corpus: Sequence[str | Sequence[int]], *, request_id: str = "") -> dict[str, int]:
         """Texts or lists of token ids that the method suffix is to search from now on: num_texts and num_tokens of them, num_all_tokens with
         those that were there, and max_tokens of all. Raises GenerateError."""
+        if isinstance(corpus, (str, bytes, Mapping)):  # of which a list would be one of letters, or of keys
+            raise GenerateError(f"suffix_corpus must be a list of texts or of lists of token ids, got {corpus!r:.80}", "INVALID_ARG")
         chunks = self.stream(request_id=request_id, model="decode", stream=False, suffix_corpus=list(corpus))
         return json.loads("".join([chunk.text async for chunk in chunks]))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig, is_bundled
 from backend.drafter_checks import check_drafter_folder, check_drafter_rounding, check_num_drafts
 from backend.errors import ConfigError, ModelError
 from backend.model_files import expand_user, find_pickled, name_others, name_tokenizers, read_config, settle_path
@@ -27,7 +27,7 @@ from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
 from backend.tokenizer_checks import check_tokenizer
-from deploy.bundled import DEFAULT_SPECULATION, is_bundled, with_default_drafter
+from deploy.bundled import DEFAULT_SPECULATION
 from deploy.gpu import check_gpu
 from deploy.named_files import check_own_files, check_password, find_corpus, find_token_map
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
@@ -301,7 +301,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     try:
         password = values.pop("scheduler_password", None)
         if is_bundled(str(values.get("model", BUNDLED_MODEL))):
-            values["speculative_config"] = with_default_drafter(values.get("speculative_config", DEFAULT_SPECULATION))
+            values.setdefault("speculative_config", DEFAULT_SPECULATION)
         folder = expand_user(str(values.get("model", BUNDLED_MODEL)))
         if "quantization" in values and folder.is_dir():
             option, line = model_checks.settle_quantization(values.pop("quantization"), folder)

@@ -171,7 +171,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--revision", metavar="NAME", help="of a name on the hub: branch, tag or commit (default: its main branch)")
     model.add_argument("--download-dir", metavar="DIR", help="where models are downloaded to (default: the hub's cache)")
-    model.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
+    words = ("--speculative-config", "-sc")  # vLLM has both
+    model.add_argument(*words, metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
     model.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     model.add_argument(
         "--quantization", "-q", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts"

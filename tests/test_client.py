@@ -368,3 +368,15 @@ def test_messages_keep_their_characters() -> None:
 def test_a_lost_server_is_unavailable(message: str, status: str, code: str) -> None:
     error = read_error("mine", InferenceServerException(message, status))
     assert (str(error), error.code) == (f"request 'mine': {message}", code)
+
+
+@pytest.mark.parametrize("corpus", ["def main():", {"text": "def main():"}], ids=["text", "object"])
+def test_a_corpus_is_a_list(corpus: object) -> None:
+    """Of one text alone the list would be one of its letters, which nobody wants drafted."""
+
+    async def add() -> None:
+        async with AsyncClient("127.0.0.1:1") as client:
+            await client.add_suffix_corpus(corpus)  # type: ignore[arg-type]
+
+    with pytest.raises(GenerateError, match=r"suffix_corpus must be a list of texts or of lists of token ids, got "):
+        asyncio.run(add())

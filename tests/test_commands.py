@@ -372,6 +372,8 @@ def serve_values(*words: str) -> tuple[dict[str, Any], list[str]]:
         (["--load-format", "auto", "--dtype", "half"], {"load_format": "safetensors", "dtype": "float16"}),
         (["--speculative-config.method", "ngram", "--speculative-config.num-speculative-tokens=3"],
          {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        (["-sc", '{"method": "ngram"}'], {"speculative_config": {"method": "ngram"}}),
+        (["-sc.method=ngram", "-sc.num_speculative_tokens", "3"], {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         (["--speculative-model", "DIR", "--num-speculative-tokens", "2"], {"speculative_config": {"model": "DIR", "num_speculative_tokens": 2}}),
         (["--max-num-batched-tokens", "2k", "--max-model-len=1.5K"], {"max_num_batched_tokens": 2000, "max_model_len": 1536}),
         (["--max-model-len", "-1"], {"max_model_len": None}),

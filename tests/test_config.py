@@ -1655,7 +1655,8 @@ def test_checked_in_repositories_have_the_launchers_defaults(state: Path, role: 
     ("speculative", "folder"),
     [
         ({"method": "eagle3", "num_speculative_tokens": 2}, DEFAULT_DRAFTER),
-        ({"speculative_algorithm": "eagle3", "speculative_num_steps": 2}, DEFAULT_DRAFTER),
+        ({"speculative_algorithm": "EAGLE3", "speculative_num_steps": 2}, DEFAULT_DRAFTER),
+        ({"decoding_type": "Eagle3", "max_draft_len": 2}, DEFAULT_DRAFTER),
         ({"method": "suffix", "request_methods": ["eagle3"]}, DEFAULT_DRAFTER),
         ({"method": "eagle3", "draft_model_name_or_path": str(BUNDLED_DRAFTER)}, None),
         ({"method": "mtp"}, BUNDLED_DRAFTER),
@@ -1672,7 +1673,11 @@ def test_the_bundled_model_has_its_drafters_at_hand(
     assert status == 0
     found = json.loads(parameters_of(read_pbtxt(state / "repository-8000" / "decode" / "config.pbtxt"))["speculative_config"])
     assert found["model"] == str(folder)
+    engine = EngineConfig.from_dict({"speculative_config": speculative}).speculative_config
+    assert engine.model == (None if engine.model_method == "mtp" else str(folder)), "offline as well"
     assert main(["serve", "--dry-run", "--model", str(SMALL_MODEL), "--speculative-config", '{"method": "eagle3"}']) == 2
+    with pytest.raises(ConfigError, match="model must be the folder of the drafter's weights with method eagle3, got None"):
+        EngineConfig.from_dict({"model": str(SMALL_MODEL), "speculative_config": {"method": "eagle3"}})
 
 
 def test_dry_run_with_a_drafter_of_its_own(state: Path) -> None:

@@ -33,6 +33,7 @@ def test_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ('{"foo": 1}', r"corpus\.jsonl:1 must be a text, a list of token ids, or an object with `text` or `token_ids`; got \{'foo': 1\}"),
         ("5", r"corpus\.jsonl:1 must be a text, a list of token ids, or an object with `text` or `token_ids`; got 5"),
         ('"a"\n{"prompt": "b"}', r"corpus\.jsonl:2 must be a text"),
         ("[1, 200]", r"corpus\.jsonl:1 has token 200; the vocabulary has ids 0 to 199"),

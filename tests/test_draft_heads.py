@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.speculative_config import SpeculativeConfig
@@ -295,6 +296,12 @@ def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> Non
     make(read, tmp_path / "read", target[0])
     with pytest.raises(ConfigError, match="makes 4 drafts a step at most"):  # before a server is started
         launcher.check_drafter(SpeculativeConfig(method="medusa", model=str(tmp_path / "read"), num_speculative_tokens=5), target[1])
+    for other in ("auto", "suffix"):  # of which nobody said how many are the heads'
+        llm = serve(target[1], method=other, request_methods=["medusa"], model=str(tmp_path / "drafter"), num_speculative_tokens=None)
+        assert llm.generate("a", SamplingParams(max_tokens=12, temperature=0.0), speculative={"method": "medusa"})[0].outputs[0].stats.drafted
+        llm.close()
+    with pytest.raises(ConfigError, match=r"num_model_steps is 6; the drafter in .* makes 4 drafts a step at most$"):
+        serve(target[1], method="auto", request_methods=["medusa"], model=str(tmp_path / "drafter"), num_speculative_tokens=8, num_model_steps=6)
     asked = SpeculativeConfig(method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=4)
     assert launcher.check_drafter(asked, target[1]) == tmp_path / "drafter", "two heads by its config.json, four in the archive"
     llm = serve(target[1], method="medusa", model=str(tmp_path / "drafter"))

@@ -331,7 +331,21 @@ class TestPrediction:
             choice = answer["choices"][0]
             num_predicted = choice["token_sources"].count("prediction")
             assert status == 200 and choice["text"] == plain and num_predicted > 8
-            assert answer["usage"]["completion_tokens_details"] == {"accepted_prediction_tokens": num_predicted}
+            drafted = answer["metrics"]["speculative_decoding"]
+            refused = drafted["num_draft_tokens"] - drafted["num_accepted_draft_tokens"]
+            told = answer["usage"]["completion_tokens_details"]
+            assert told["accepted_prediction_tokens"] == num_predicted and 0 <= told["rejected_prediction_tokens"] <= refused and len(told) == 2
+
+    def test_drafts_that_do_not_stand_are_told(self, address, api):
+        """Each token of the answer is in the prediction, with another text after it."""
+        plain = complete(api, max_tokens=24).choices[0].text
+        body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "speculative": {"method": "ngram"}}
+        status, _, raw = ask(address, "/v1/completions", body | {"prediction": {"type": "content", "content": " x x x x".join(plain)}})
+        answer = json.loads(raw)
+        drafted = answer["metrics"]["speculative_decoding"]
+        refused = drafted["num_draft_tokens"] - drafted["num_accepted_draft_tokens"]
+        assert status == 200 and answer["choices"][0]["text"] == plain
+        assert answer["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == refused > 0
 
     @pytest.mark.parametrize("value", [{"type": "other", "content": "x"}, {"type": "content"}, "x", {"type": "content", "content": 5}])
     def test_other_forms_are_refused(self, address, value):

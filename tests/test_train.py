@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
+import benchmarks.drafters
 from backend.drafter_checks import check_drafter_folder
 from backend.engine import Engine
 from backend.models.shards import held
@@ -138,6 +139,24 @@ def test_a_run_of_minutes_is_resumed(folder: Path, text: Path, tmp_path: Path, m
         saved = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
         found.append((saved["step"], saved["steps"], result is not None))
     assert found == [(4, None, False), (41, 4 + 5 + 60, False), (69, 69, True)]
+
+
+def test_a_run_of_minutes_that_is_stopped_often_has_them_once(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 s, of which half a second is spent each time before anybody knows how many steps it has."""
+    read, now, count = trainer.OnlineStates.read, [0.0], itertools.count()
+
+    def timed(self: Any, starts: torch.Tensor) -> Any:
+        now[0] += 0.1
+        if next(count) in (9, 19):
+            signal.raise_signal(signal.SIGINT)
+        return read(self, starts)
+
+    monkeypatch.setattr(trainer.OnlineStates, "read", timed)
+    for more in ((), ("--resume",), ("--resume",)):
+        words = flags(folder, text, tmp_path / "out", *more, steps=None, minutes=0.1, batch_size=1, context=16)[1:]
+        result = command.run_command(command.make_parser().parse_args(words), lambda: now[0])
+    saved = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert result is not None and saved["step"] == 3 * 5 + 60 and saved["seconds"] == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("own", [{"kind": "eagle3", "taps": "1,2", "draft_vocab_size": 64}, {"kind": "dspark"}], ids=["eagle3", "dspark"])
@@ -620,3 +639,10 @@ def test_attend_unrolled_against_its_plain_statement(passes: int, heads: int, kv
         scores = torch.stack([q[b, h, row] @ keys[m][b, own, place] for m, place in seen]) / size**0.5
         wanted = sum(w * values[m][b, own, place] for w, (m, place) in zip(scores.softmax(0), seen))
         torch.testing.assert_close(found[b, h, row], wanted, rtol=0, atol=1e-5)
+
+
+def test_a_comparison_wants_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["drafters", "--data", "x", "--heldout", "x", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        benchmarks.drafters.main()
+    assert f"--out {tmp_path}: File exists; it must be a new folder" in capsys.readouterr().err

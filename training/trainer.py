@@ -195,15 +195,19 @@ class _Stop:
 class _Timer:
     """Seconds since a run went on, without its first steps, in which programs are compiled; and how many steps fit into its minutes."""
 
-    def __init__(self, run: Run, device: torch.device, first: int, *, is_fixed: bool) -> None:
-        """is_fixed: the number of steps is known."""
-        self._run, self._device, self._first, self._is_fixed = run, device, first, is_fixed
+    def __init__(self, run: Run, device: torch.device, first: int, spent: float, *, is_fixed: bool) -> None:
+        """spent: of the run's minutes, in seconds, before it was stopped; is_fixed: the number of steps is known."""
+        self._run, self._device, self._first, self._spent, self._is_fixed = run, device, first, spent, is_fixed
         self._started, self._looks_at = run.clock(), TIMED_STEPS
 
     def seconds(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._run.clock() - self._started
+
+    def spent(self, done: int) -> float:
+        """Seconds of the run's minutes so far, with those before it was stopped; those of its first steps are none of them."""
+        return self._spent + (self.seconds() if done >= self._first + COMPILED_BY else 0.0)
 
     def fit(self, done: int, steps: int | None) -> int | None:
         """Called after each step: how many there are to be, the same for all processes. It may change while the learning rate does not yet know."""
@@ -218,7 +222,7 @@ class _Timer:
         found = torch.zeros(1, dtype=torch.int64, device=self._device)
         # Long steps: a tenth of the run says enough.
         if is_due or self.seconds() > limit / 10:
-            found += max(done, self._first + COMPILED_BY + round(limit / self.seconds() * timed))
+            found += max(done, self._first + COMPILED_BY + round((limit - self._spent) / self.seconds() * timed))
         if self._run.processes > 1:
             dist.broadcast(found, 0)
         if is_due:
@@ -270,7 +274,7 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
     optimizers = make_optimizers(drafter, run.lr)
     adamw = [p for p in drafter.parameters() if p.dim() != 3]
     generator = torch.Generator().manual_seed(run.seed)
-    first, steps = _resume(run, drafter, optimizers, generator) if run.resume else (0, run.steps)
+    first, steps, spent = _resume(run, drafter, optimizers, generator) if run.resume else (0, run.steps, 0.0)
     module: nn.Module = objective
     if run.processes > 1:
         module = DistributedDataParallel(objective, broadcast_buffers=False)
@@ -278,7 +282,7 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
         module = torch.compile(module)  # type: ignore[assignment]
     share = run.batch_size // run.processes
     own = slice(rank * share, (rank + 1) * share)
-    stop, timer, done = _Stop(run), _Timer(run, device, first, is_fixed=steps is not None), first
+    stop, timer, done = _Stop(run), _Timer(run, device, first, spent, is_fixed=steps is not None), first
     bar = tqdm(initial=first, total=steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
     with bar, told(run.out, run.checkpoint), _handling(stop), _open_log(run, first, is_first=is_first) as log:
         while done != steps:
@@ -306,7 +310,7 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
                 log.flush()
                 bar.set_postfix_str(f"loss {row['loss']}, agreement {row['agreement']}")
             if is_first and (done % run.checkpoint_every == 0 or is_last or is_stopped):
-                _save(run, drafter, optimizers, generator, done, steps)
+                _save(run, drafter, optimizers, generator, {"step": done, "steps": steps, "seconds": timer.spent(done)})
             if is_stopped and not is_last:
                 return False
     if is_first:
@@ -357,12 +361,13 @@ def _is_before(line: str, done: int) -> bool:
         return False
 
 
-def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator, step: int, steps: int | None) -> None:
+def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator, counts: dict[str, Any]) -> None:
+    """counts: its steps, and its minutes' seconds, which a run that goes on does not have anew."""
     state = {"drafter": drafter.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "generator": generator.get_state()}
     part = run.checkpoint.with_suffix(".tmp")
     try:
         buffer = io.BytesIO()  # torch's own writer tells a full disk in no words that can be known
-        torch.save(state | {"step": step, "steps": steps, "run": json.dumps(run.identity())}, buffer)
+        torch.save(state | counts | {"run": json.dumps(run.identity())}, buffer)
         part.write_bytes(buffer.getbuffer())
         part.replace(run.checkpoint)
     except BaseException:
@@ -371,12 +376,13 @@ def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], g
         raise
 
 
-def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> tuple[int, int | None]:
-    """Returns the steps that are done, and the run's."""
+def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> tuple[int, int | None, float]:
+    """Returns the steps that are done, the run's, and the seconds that it has had of its minutes."""
     path = run.checkpoint
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)  # whoever takes it copies it to where it computes
         before, step, steps = dict(json.loads(state["run"])), int(state["step"]), run.steps
+        spent = float(state.get("seconds", 0.0))  # of a run before they were kept
         if steps is None and (saved_steps := state.get("steps")) is not None:
             steps = int(saved_steps)
         if steps is not None and not 0 <= step <= steps and before.get("steps") == run.steps:
@@ -394,4 +400,4 @@ def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer],
         generator.set_state(state["generator"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--resume: {path} is of another drafter: {error!r:.200}") from None
-    return step, steps
+    return step, steps, spent

@@ -78,6 +78,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _read_ids(where: str, content: object, encode: Encode, vocab_size: int) -> array[int]:
+    given = content
     if isinstance(content, dict):
         content = content.get("token_ids", content.get("text"))
     if isinstance(content, str):
@@ -93,7 +94,7 @@ def _read_ids(where: str, content: object, encode: Encode, vocab_size: int) -> a
                 raise ConfigError(f"{where} has more than {MAX_TOKENS} tokens, the limit of all texts together")
         return found
     if not isinstance(content, list):
-        raise ConfigError(f"{where} must be a text, a list of token ids, or an object with `text` or `token_ids`; got {content!r:.80}")
+        raise ConfigError(f"{where} must be a text, a list of token ids, or an object with `text` or `token_ids`; got {given!r:.80}")
     bad = next((i for i in content if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size), None)
     if bad is not None:
         raise ConfigError(f"{where} has token {bad!r:.80}; the vocabulary has ids 0 to {vocab_size - 1}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from pathlib import Path
 from typing import Any
 
-from backend.config import BUNDLED_MODEL
+from backend.config import is_bundled
 from backend.engine import Engine
 from backend.version import VERSION
 
@@ -29,7 +28,7 @@ def describe(engine: Engine, sampling_defaults: dict[str, Any]) -> str:
             "num_speculative_tokens": speculative.num_speculative_tokens,
             "has_chat_template": engine.tokenizer.has_chat_template,
             "template_variables": engine.tokenizer.template_variables,
-            "is_bundled": Path(engine.config.model).resolve() == BUNDLED_MODEL.resolve(),
+            "is_bundled": is_bundled(engine.config.model),
             "sampling_defaults": sampling_defaults,
             "num_running": len(engine.scheduler.running),
             "num_waiting": engine.scheduler.num_waiting,

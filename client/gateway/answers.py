@@ -114,8 +114,8 @@ class Answer(Response):
         self._begun: set[int] = set()
         """Choices whose first part has told them."""
         self._num_ended = 0
-        self._num_predicted = 0
-        """Tokens of the answer that the request's prediction had."""
+        self._num_predicted = self._num_mispredicted = 0
+        """Tokens of the answer that the request's prediction had, and drafts made of it that did not stand."""
         self._speculation: dict[str, Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,6 +162,7 @@ class Answer(Response):
     def _end(self, chunk: Chunk, first: float | None) -> None:
         """Books a choice's last chunk. Raises ApiError for an end that OpenAI's interface has no word for."""
         self._speculation = chunk.speculation
+        self._num_mispredicted += ((chunk.speculation or {}).get("refused") or {}).get("prediction", 0)
         self._num_ended += 1
         usage = chunk.usage or {}
         count = usage.get("completion_tokens", 0)
@@ -204,8 +205,9 @@ class Answer(Response):
             "prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]},
         }
         details = {} if self._request.prediction is None else {"accepted_prediction_tokens": self._num_predicted}
-        if isinstance(self._form, ChatForm) and self._num_ended == len(self._prompts) * self._request.n:  # only then it is known
-            details["reasoning_tokens"] = usage["reasoning_tokens"]
+        if self._num_ended == len(self._prompts) * self._request.n:  # only then they are known
+            details |= {"rejected_prediction_tokens": self._num_mispredicted} if details else {}
+            details |= {"reasoning_tokens": usage["reasoning_tokens"]} if isinstance(self._form, ChatForm) else {}
         return {**body, "completion_tokens_details": details} if details else body
 
     def _metrics_body(self) -> dict[str, Any]:
