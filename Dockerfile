@@ -15,7 +15,7 @@ FROM nvidia/cuda:12.6.3-devel-ubuntu22.04 AS cuda
 
 FROM nvcr.io/nvidia/tritonserver:${TRITON_RELEASE}-py3 AS gpu
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ make python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda /usr/local/cuda-12.6 /usr/local/cuda-12.6
 RUN ldconfig /usr/local/cuda-12.6/lib64 && \
   useradd --uid 10001 --user-group --create-home foretoken && install -d -o foretoken -g foretoken /var/lib/foretoken
@@ -25,7 +25,7 @@ WORKDIR /opt/foretoken
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && python -m pip install --no-cache-dir pycuda==2026.1 && \
   python -m compileall -q backend client deploy kernels training && \
-  python -c "from arctic_inference.suffix_decoding import SuffixDecodingCache; import kernels._load; kernels._load.find_nvcc()"
+  python -c "import kernels._load; kernels._load.find_nvcc()"
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8080
 # The supervisor's: 200 while the models answer real requests. Loading a large model takes minutes.
@@ -41,7 +41,7 @@ FROM python:3.11-slim-bookworm AS cpu-build
 # PyTorch's index of CPU builds makes this image much smaller: without it, pip brings the libraries of a GPU along.
 ARG PIP_EXTRA_INDEX_URL
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ make && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/foretoken
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && .venv/bin/python -m compileall -q backend client deploy kernels training
@@ -52,7 +52,7 @@ COPY --from=cpu-build /opt/foretoken /opt/foretoken
 ENV PATH=/opt/foretoken/.venv/bin:$PATH XDG_STATE_HOME=/var/lib XDG_CACHE_HOME=/var/lib/foretoken/cache
 WORKDIR /opt/foretoken
 # What was compiled finds its libraries here too.
-RUN python -c "from arctic_inference.suffix_decoding import SuffixDecodingCache"
+RUN python -c "from kernels._load_cpu import find_library; assert find_library() is not None"
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8080
 HEALTHCHECK --interval=10s --timeout=6s --start-period=2m --retries=3 \

@@ -95,7 +95,7 @@ class Planner:
             return False
         if request.grammar is not None and not self._grammars.may_follow(request, known, self._budget.limit(request)):
             return True
-        waits = bool(known.place.host) and (known.place.waits or (self._budget.waits(request) and self._drafters.is_ready(request)))
+        waits = bool(known.place.host) and (known.place.waits or self._budget.waits(request))
         return (waits or self._is_behind(request, known)) and self._budget.limit(request) > 0
 
     def _is_behind(self, request: Request, known: Known) -> bool:

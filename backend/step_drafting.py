@@ -95,8 +95,8 @@ class StepDrafting:
         started = time.perf_counter()
         for entry in decoding:
             place = known[id(entry)].place
-            is_asked = place.host and not place.waits and entry.max_drafts and entry.request.num_steps_ahead
-            if is_asked and self._drafters.listen(entry.request):
+            if place.host and not place.waits and entry.max_drafts and entry.request.num_steps_ahead:
+                self._drafters.listen(entry.request)
                 break
         step.host_seconds += time.perf_counter() - started
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import statistics
 import time
@@ -36,10 +35,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "mtp 3": {"method": "mtp", "num_speculative_tokens": 3},
 }
 """Choices that are the same for every request and step."""
-HAS_SUFFIX = importlib.util.find_spec("arctic_inference") is not None
-"""Without the package there is no such method, and nothing of it is compared."""
-if not HAS_SUFFIX:
-    FIXED = {name: choice for name, choice in FIXED.items() if choice["method"] != "suffix"}
 AUTO = "auto"
 SETS: dict[str, Callable[[int], Requests]] = {
     "completion": completion_requests,
@@ -137,10 +132,10 @@ class Runner:
     def __init__(self, device: str, num_cached: int) -> None:
         """num_cached: answers that suffix remembers; -1: as many as it has room for."""
         self.is_gpu = device.startswith("cuda")
-        speculative = {"method": AUTO, "request_methods": ["mtp", *(["suffix"] if HAS_SUFFIX else [])], "num_speculative_tokens": 12}
+        speculative = {"method": AUTO, "request_methods": ["mtp", "suffix"], "num_speculative_tokens": 12}
         options: dict[str, Any] = {"dtype": "bfloat16"} if self.is_gpu else {"num_threads": 1}
         self.llm = LLM(
-            speculative_config=speculative | ({"suffix_decoding_max_cached_requests": num_cached} if HAS_SUFFIX else {}),
+            speculative_config=speculative | {"suffix_decoding_max_cached_requests": num_cached},
             enable_prefix_caching=False,
             max_batch_size=128,
             device=device,

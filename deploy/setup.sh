@@ -75,19 +75,6 @@ if [ -n "$has_gpu" ]; then
   fi
 fi
 
-# Source only. Without build isolation: its list of build tools names torch and gRPC, which the part used here does not need.
-build_suffix() {
-  { command -v "${CXX:-c++}" || command -v g++ || command -v clang++ || { echo "no C++ compiler"; false; }; } &&
-    { command -v cmake || $pip install -q cmake; } && $pip install -q -c constraints.txt 'setuptools>=70.1' nanobind &&
-    PATH="$PWD/.venv/bin:$PATH" VIRTUAL_ENV="$PWD/.venv" $pip install -q --no-deps --no-build-isolation -c constraints.txt arctic-inference &&
-    .venv/bin/python -c 'from arctic_inference.suffix_decoding import SuffixDecodingCache'
-}
-say "building arctic-inference, for the speculative method suffix ..."
-if ! build_suffix >.venv/arctic-inference.log 2>&1; then
-  say "not built, so there is no method suffix (it needs g++, cmake, Python's headers; see .venv/arctic-inference.log); all else works" >&2
-  if [ "$what" != serve ]; then tail -n 20 .venv/arctic-inference.log >&2 && exit 1; fi
-fi
-
 # For steps on CPU, into the project's folder.
 say "compiling kernels for this machine's processor ..."
 if ! .venv/bin/python -m kernels._load_cpu $([ "$what" != image ] || echo --all) >.venv/cpu-kernels.log 2>&1; then

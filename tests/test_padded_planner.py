@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from backend.budget.observing import StepSeen
 from backend.budget.padded import PaddedStep, PaddedTimes
 from backend.core import Batch, Branches, Outcome, Request, Scheduled, Speculation
 from backend.drafters import Drafters
-from backend.drafters.hybrid import MAX_ALL
 from backend.planned import PlannedStep
 from backend.planner import Planner
 from backend.sampling_params import SamplingParams
@@ -373,36 +371,6 @@ def test_a_model_that_takes_long_to_catch_up_is_tried_as_rarely() -> None:
     assert trees.run(8000, 0) < 0.1
     assert 0 < trees.behind < 0.06 * trees.seconds
     assert trees.run(12000, 4) > 0.9
-
-
-# -- the host's lookups ---------------------------------------------------------------------------------------------------
-
-
-def test_lookups_that_are_not_waited_for_are_fed_with_samples() -> None:
-    """What they take for a request, its prompt above all, is the same whether they draft or not: as much of the host's time as all else."""
-    drafters = make_drafters(**AUTO)[1]
-    lookup, chosen = drafters._suffix, drafters.budget._limits
-    requests = [Request(f"{n}", list(range(400)), SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS)) for n in range(MAX_ALL + 16)]
-    try:
-        for request in requests:
-            drafters.start(request)
-        assert not lookup._num_wanted
-        fed = [n for n, request in enumerate(requests) if lookup._open[request].num_reserved]
-        assert fed == [*range(MAX_ALL), MAX_ALL, MAX_ALL + 8]
-        while not lookup.is_idle:
-            time.sleep(1e-3)
-        assert [n for n, request in enumerate(requests) if drafters.listen(request)] == fed
-        chosen.chosen = Choice(TOP, True, waits=True)
-        for request in requests:
-            drafters.is_ready(request)
-        assert lookup._num_wanted == len(requests) - len(fed), "those that are ready need nothing"
-        while not lookup.is_idle:
-            time.sleep(1e-3)
-        assert all(drafters.is_ready(request) for request in requests)
-        drafters.start(late := Request("late", list(range(400)), SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS)))
-        assert lookup._open[late].is_wanted
-    finally:
-        drafters.close()
 
 
 # -- answers -------------------------------------------------------------------------------------------------------------

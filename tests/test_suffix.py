@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from arctic_inference.suffix_decoding import SuffixDecodingCache
 
 from backend.core import Request
 from backend.drafters import answer_file, suffix
 from backend.drafters.suffix import SuffixLookup
-from backend.errors import ConfigError, EngineError, RequestError
+from backend.errors import EngineError, RequestError
 from backend.sampling_params import SamplingParams
+from kernels.suffix import NO_DRAFT, PlainIndex
 
 ids = itertools.count()
 Make = Callable[..., SuffixLookup]
@@ -35,7 +35,7 @@ def request_of(prompt: list[int], request_id: str | None = None) -> Request:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Answers without their prompts' ends, as arctic keeps them, unless a test asks for these."""
+    """Answers without their prompts' ends, as the paper keeps them, unless a test asks for these."""
     made: list[SuffixLookup] = []
 
     def make(**options) -> SuffixLookup:
@@ -88,6 +88,21 @@ def drafts_after(drafter: SuffixLookup, tokens: list[int], count: int = 16) -> l
     drafter.stop(request)
     settle(drafter)
     return drafts
+
+
+def check_shared(drafter: SuffixLookup) -> None:
+    """The shared index has all answers, and when they are out of it nothing."""
+    index, answers = drafter._shared, [(list(a.token_ids), a.piece_ids) for a in drafter._answers]
+    for token_ids, _ in answers:
+        for end in range(8, len(token_ids), 97):
+            assert index.speculate([-1, *token_ids[end - 8 : end]], 4, 1.0, 0.0).token_ids
+    for _, piece_ids in answers:
+        for piece_id in piece_ids:
+            index.remove(piece_id)
+    assert not len(index)
+    for token_ids, _ in answers:
+        for end in range(8, len(token_ids), 97):
+            assert index.speculate(token_ids[end - 8 : end], 4, 1.0, 0.0) == NO_DRAFT
 
 
 PROMPT = list(range(1, 41))
@@ -218,40 +233,38 @@ def test_scores(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_drafts_are_those_of_the_library(seed: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own cache: slices, and who inserts, make no difference."""
+def test_drafts_are_those_of_whole_texts(seed: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In indices that get everything at once: slices, and who inserts, make no difference."""
     monkeypatch.setattr(suffix, "SLICE_TOKENS", 7)
     rng = random.Random(seed)
     depth, factor, floor = rng.choice([4, 8, 64]), rng.choice([0.5, 1.0, 3.0]), rng.choice([0.0, 0.1, 0.4])
     drafter = make(max_tree_depth=depth, max_spec_factor=factor, min_token_prob=floor)
-    cache = SuffixDecodingCache(depth)
+    shared, numbers = PlainIndex(depth), itertools.count()
     vocabulary = range(rng.choice([2, 4, 12]))
-    open_requests: list[Request] = []
+    open_requests: list[tuple[Request, PlainIndex, int]] = []
     num_drafts = 0
     for _ in range(60):
         if len(open_requests) < 3 and rng.random() < 0.3:
             request = request_of(rng.choices(vocabulary, k=rng.randint(1, 40)))
-            open_requests.append(request)
+            open_requests.append((request, PlainIndex(depth), next(numbers)))
             drafter.start(request)
-            cache.start_request(request, np.array(request.token_ids, dtype=np.int32))
+            open_requests[-1][1].extend(0, request.token_ids)
         elif open_requests and rng.random() < 0.1:
-            request = open_requests.pop(rng.randrange(len(open_requests)))
-            drafter.stop(request)
-            cache.stop_request(request)
-        for request in open_requests:
+            drafter.stop(open_requests.pop(rng.randrange(len(open_requests)))[0])
+        for request, own, number in open_requests:
             emitted = rng.choices(vocabulary, k=rng.randint(1, 5))
             request.token_ids += emitted
-            cache.add_active_response(request, np.array(emitted, dtype=np.int32))
-            settle(drafter).lookup(request, [], 1)  # as the library, which has the new tokens of all before any drafts
-        for request in open_requests:
+            for index, text_id in ((own, 0), (shared, number)):
+                index.extend(text_id, emitted)
+            settle(drafter).lookup(request, [], 1)  # as they have the new tokens of all before any drafts
+        for request, own, _ in open_requests:
             drafts, count = rng.choices(vocabulary, k=rng.randint(0, 3)), rng.randint(1, 16)
-            context = np.array((request.token_ids + drafts)[-depth:], dtype=np.int32)
-            expected = cache.speculate(request, context, max_spec_tokens=count, max_spec_factor=factor, min_token_prob=floor)
+            context = (request.token_ids + drafts)[-depth:]
+            expected = own.speculate(context, count, factor, floor, shared)
             assert drafter.lookup_scored(request, drafts, count) == (expected.token_ids, expected.score)
             num_drafts += len(expected.token_ids)
     assert num_drafts
     assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._answers)
-    assert settle(drafter)._shared.check_integrity() == ""
 
 
 # -- requests that come and go --------------------------------------------------------------------------------------------------
@@ -329,11 +342,11 @@ def test_a_long_request_is_forgotten_in_slices(make: Make, by_hand: None) -> Non
     request = request_of(list(range(10_000)))
     drafter.start(request)
     work_off(drafter)
-    tree = drafter._open[request].text.tree
-    assert tree.num_seqs() > 5
-    pieces = tree.num_seqs()
+    tree = drafter._open[request].text.index
+    assert len(tree) > 5
+    pieces = len(tree)
     drafter.stop(request)
-    assert (tree.num_seqs(), work_off(drafter), tree.num_seqs()) == (pieces, pieces, 0)
+    assert (len(tree), work_off(drafter), len(tree)) == (pieces, pieces, 0)
 
 
 @pytest.mark.parametrize("slices", [0, 1, 2])
@@ -403,7 +416,7 @@ def test_at_most_so_many_requests_stay(make: Make) -> None:
         answer(drafter, PROMPT, tokens)
         assert drafter.num_cached_requests <= 2
     settle(drafter)
-    assert (drafter.num_cached_requests, drafter.num_cached_tokens, drafter._shared.num_seqs()) == (2, 40, 2)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens, len(drafter._shared)) == (2, 40, 2)
     kept = [bool(drafts_after(make_copy(drafter, make), tokens[:5])) for tokens in answers]
     assert kept == [False] * 8 + [True] * 2
 
@@ -422,7 +435,7 @@ def test_at_most_so_many_tokens_stay(make: Make) -> None:
         answer(drafter, PROMPT, list(range(start, start + 40)))
         assert drafter.num_cached_tokens <= 100
     settle(drafter)
-    assert (drafter.num_cached_requests, drafter.num_cached_tokens, drafter._shared.num_seqs()) == (2, 80, 2)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens, len(drafter._shared)) == (2, 80, 2)
     assert drafts_after(drafter, list(range(1000, 1005))) == list(range(1005, 1010))
     assert drafts_after(drafter, list(range(100, 105))) == []
 
@@ -437,7 +450,7 @@ def test_an_answer_longer_than_the_bound(make: Make) -> None:
         drafter.lookup(request, [], 4)
         assert drafter.num_cached_tokens <= 50
     settle(drafter)
-    assert (drafter.num_cached_requests, drafter.num_cached_tokens, drafter._shared.num_seqs()) == (0, 0, 0)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens, len(drafter._shared)) == (0, 0, 0)
     request.token_ids += ANSWER[:3]
     assert drafter.lookup(request, [], 4) == ANSWER[3:6]  # of its own tree
     drafter.stop(request)
@@ -456,11 +469,11 @@ def test_evicted_memory_comes_back(make: Make, monkeypatch: pytest.MonkeyPatch) 
             request.token_ids += rng.choices(range(500), k=1500)
             drafter.stop(request)
         settle(drafter)
-        sizes.append(drafter._shared.estimate_memory())
-        assert drafter._shared.num_seqs() == 3 * 5
+        sizes.append(drafter._shared.room)
+        assert len(drafter._shared) == 3 * 5
     assert max(sizes[6:]) < 1.2 * max(sizes[:6])
     assert next(drafter._new_ids) <= 50  # ids are used again
-    assert drafter._shared.check_integrity() == ""
+    check_shared(drafter)
 
 
 @pytest.mark.parametrize("max_cached_requests", [-1, 0])
@@ -508,66 +521,9 @@ def test_matches_cross_the_pieces_of_a_long_answer(make: Make, monkeypatch: pyte
     drafter = make()
     answer(drafter, PROMPT, tokens)
     settle(drafter)
-    assert drafter._shared.num_seqs() > 5
+    assert len(drafter._shared) > 5
     for place in range(20, 1900, 7):
         assert drafts_after(drafter, tokens[place - 10 : place], 8)[:5] == tokens[place : place + 5]
-
-
-# -- what nobody waits for ------------------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_goes_in_when_it_is_wanted(make: Make, by_hand: None) -> None:
-    drafter, request, short = make(), request_of([*range(1, 400), 5]), request_of(PROMPT)
-    drafter.start(request, is_wanted=False)
-    drafter.start(short, is_wanted=False)
-    assert drafter.is_idle and not drafter.is_ready(request) and drafter.is_ready(short), "so little goes in at a lookup"
-    drafter.prepare(request, is_sample=True)
-    drafter.prepare(request, is_sample=True)
-    assert work_off(drafter) == 2 and drafter.is_ready(request) and not drafter._num_wanted
-    assert drafter.lookup(request, (), 4) == [6]
-    request.token_ids += range(1000, 1300)
-    assert not drafter.is_ready(request), "it was not looked up meanwhile"
-    drafter.prepare(request)
-    assert work_off(drafter) == 2 and drafter.is_ready(request) and drafter._num_wanted == 1
-    for own in (request, short):
-        drafter.stop(own)
-    assert not drafter._num_wanted and not drafter.is_ready(request)
-
-
-def test_a_lookup_without_being_prepared_wants_it(make: Make, by_hand: None) -> None:
-    drafter, request = make(), request_of([*range(1, 400), 5])
-    drafter.start(request, is_wanted=False)
-    assert drafter.lookup(request, (), 4) == [] and drafter._num_wanted == 1
-    work_off(drafter)
-    assert drafter.lookup(request, (), 4) == [6]
-
-
-@pytest.mark.parametrize(("is_wanted", "rest"), [(True, 1.0), (False, suffix.IDLE_REST)], ids=["waited for", "watched"])
-def test_the_thread_takes_little_for_what_is_only_watched(make: Make, is_wanted: bool, rest: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    rests, clock = list[float](), itertools.count()
-    monkeypatch.setattr(suffix.time, "perf_counter", lambda: next(clock))  # a second for each slice
-    nap = time.sleep
-
-    def slept(seconds: float) -> None:
-        if threading.current_thread().name == "suffix":
-            rests.append(seconds)
-        nap(1e-4)
-
-    monkeypatch.setattr(suffix.time, "sleep", slept)
-    drafter, request = make(), request_of(list(range(600)))
-    drafter.start(request, is_wanted=is_wanted)
-    drafter.prepare(request, is_sample=True)
-    settle(drafter)
-    while len(rests) < 3:
-        nap(1e-4)
-    assert rests == [rest] * 3
-
-
-def test_answers_that_went_before_they_came_in_are_dropped(make: Make, by_hand: None) -> None:
-    drafter = make(max_cached_requests=3)
-    for number in range(50):
-        answer(drafter, PROMPT, ANSWER[number % 7 :])
-    assert len(drafter._unshared) <= 3 and drafter.num_cached_requests == 3
 
 
 # -- the file -------------------------------------------------------------------------------------------------------------------
@@ -620,7 +576,7 @@ def test_the_newest_saved_answers_come_back_and_are_the_oldest_then(options: dic
     assert [a.token_ids.tolist() for a in second._answers] == answers[1:3]
     answer(second, PROMPT, answers[3])
     assert [a.token_ids.tolist() for a in second._answers] == answers[2:4]
-    assert settle(second)._shared.num_seqs() == 2
+    assert len(settle(second)._shared) == 2
 
 
 def test_an_open_request_is_saved_too(make: Make, tmp_path: Path) -> None:
@@ -985,8 +941,8 @@ def test_calls_while_the_thread_works(make: Make, monkeypatch: pytest.MonkeyPatc
     assert drafter._num_reserved == 0
     assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._answers) <= 3000
     assert all(a.num_inserted == len(a.token_ids) for a in drafter._answers)
-    assert drafter._shared.num_seqs() == sum(len(a.piece_ids) for a in drafter._answers)
-    assert drafter._shared.check_integrity() == ""
+    assert len(drafter._shared) == sum(len(a.piece_ids) for a in drafter._answers)
+    check_shared(drafter)
     assert not caplog.records
 
 
@@ -1025,12 +981,3 @@ def test_a_failure_of_the_thread_costs_drafts_only(make: Make, monkeypatch: pyte
     assert drafter.lookup(running, [], 4) == []
     drafter.stop(running)
     drafter.close()
-
-
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("arctic_inference", "arctic_inference.suffix_decoding", "arctic_inference.suffix_decoding._C"):
-        monkeypatch.setitem(sys.modules, module, None)
-    num_threads = threading.active_count()
-    with pytest.raises(ConfigError, match=r"method suffix needs the package arctic-inference .*pip install .*arctic-inference"):
-        SuffixLookup()
-    assert threading.active_count() == num_threads

@@ -202,11 +202,6 @@ class DraftBudget:
             self.note_listened(request, num_drafts, right)
 
     @property
-    def wants_host(self) -> bool:
-        """Whether lookups of the host are worth being kept ready for all requests, not only for a few to see what they would bring."""
-        return self._padded is None or self._limits.chosen.waits
-
-    @property
     def listens(self) -> bool:
         """Whether lookups of the host are to be asked for one request that does not wait for them, to see what they would bring."""
         if self._padded is None or self._applied is None or self._waits:

@@ -231,26 +231,12 @@ class Drafters:
         if isinstance(host, HybridDrafter):
             self._guard(key, "foresee", lambda: host.foresee(request))
 
-    def listen(self, request: Request) -> bool:
+    def listen(self, request: Request) -> None:
         """See `HybridDrafter.listen`."""
-        return self._ask_hybrid(request, "listen", lambda host: host.listen(request))
-
-    def is_ready(self, request: Request) -> bool:
-        """See `HybridDrafter.is_ready`."""
-        return self._ask_hybrid(request, "is_ready", lambda host: host.is_ready(request))
-
-    def _ask_hybrid(self, request: Request, what: str, ask: Callable[[HybridDrafter], bool]) -> bool:
-        """True: yes, or it is another drafter, or it failed."""
-        key, answer = self.place(request).host, True
+        key = self.place(request).host
         host = self._host.get(key)
-
-        def act() -> None:
-            nonlocal answer
-            answer = ask(host)  # type: ignore[arg-type]
-
         if isinstance(host, HybridDrafter):
-            self._guard(key, what, act)
-        return answer
+            self._guard(key, "listen", lambda: host.listen(request))
 
     def put_step_drafts(self, request: Request, token_ids: list[int], sources: list[str], chain: Chain) -> None:
         """What the step made for the request's next one, and what is known of each draft."""

@@ -7,7 +7,6 @@ each was right, used or not.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from backend.budget import Chain, DraftBudget
@@ -15,9 +14,6 @@ from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.drafters.lookup import judge_longer, judge_model
 from backend.drafters.protocol import HostDrafter, Lookup
 from backend.kv_store import KvStore
-
-SAMPLE_EVERY, MAX_ALL = 8, 4
-"""Requests of which one is kept ready for lookups that are not waited for, to see what they would bring; and how many open ones may all be."""
 
 _Found = list[tuple[list[int], Chain, str]]
 """Tokens, what is known of them, and the lookup's name."""
@@ -32,8 +28,6 @@ class HybridDrafter:
         """lookups: by the request's mtp_strategy, where others have none; model_name: as in `token_sources`; asks: the model computes when it is
         called, so that those requests alone are shown to it that are worth it."""
         self._model, self._lookups, self._budget, self._model_name, self._asks = model, lookups, budget, model_name, asks
-        self._numbers, self._num_open = itertools.count(), 0
-        self._samples: set[str] = set()
 
     def attach(self, store: KvStore) -> None:
         if self._model is not None:
@@ -42,21 +36,8 @@ class HybridDrafter:
     def start(self, request: Request) -> None:
         if self._model is not None:
             self._model.start(request)
-        self._num_open += 1
-        is_wanted = self._asks or not request.speculation.is_adaptive or self._budget.wants_host
         for lookup in self._of(request):
-            lookup.start(request, is_wanted=is_wanted)
-        if not is_wanted and (self._num_open <= MAX_ALL or next(self._numbers) % SAMPLE_EVERY == 0):
-            self._samples.add(request.request_id)
-            for lookup in self._of(request):
-                lookup.prepare(request, is_sample=True)
-
-    def is_ready(self, request: Request) -> bool:
-        """Whether its lookups know all of its tokens. Where they are worth waiting for they are made to."""
-        waiting = [lookup for lookup in self._of(request) if not lookup.is_ready(request)]
-        for lookup in waiting if self._budget.wants_host else ():
-            lookup.prepare(request)
-        return not waiting
+            lookup.start(request)
 
     def _of(self, request: Request) -> Sequence[Lookup]:
         return self._lookups.get(request.speculation.mtp_strategy, ())
@@ -70,21 +51,13 @@ class HybridDrafter:
         count = request.speculation.num_speculative_tokens
         self._budget.foresee(request, [lookup.lookup_judged(request, (), count)[1] for lookup in self._of(request)])
 
-    def listen(self, request: Request) -> bool:
-        """What lookups find for a request that does not wait for them: the text that follows tells what they would have brought. False: it is
-        none of those that are kept ready for that."""
-        if not self.is_ready(request):
-            if request.request_id not in self._samples:
-                return False
-            for lookup in self._of(request):
-                lookup.prepare(request, is_sample=True)
-            return True
+    def listen(self, request: Request) -> None:
+        """What lookups find for a request that does not wait for them: the text that follows tells what they would have brought."""
         found = self._look_up(request, request.speculation.num_speculative_tokens)
         if not found:
             self._budget.note_listened(request, 0, 0)
         for token_ids, chain, _ in found[:1]:
             self._budget.watch(request, token_ids, chain)
-        return True
 
     def propose(self, entries: Sequence[Scheduled], faults: DraftFaults) -> Draft:
         budget = self._budget
@@ -147,8 +120,6 @@ class HybridDrafter:
     def stop(self, request: Request) -> None:
         if self._model is not None:
             self._model.stop(request)
-        self._num_open -= 1
-        self._samples.discard(request.request_id)
         for lookup in self._of(request):
             lookup.stop(request)
 

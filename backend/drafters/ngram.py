@@ -25,14 +25,8 @@ class NgramLookup:
         self.min_size = min_size
         self._texts: dict[str, bytearray] = {}  # each request's token ids as bytes: the search is then the C library's
 
-    def start(self, request: Request, *, is_wanted: bool = True) -> None:
+    def start(self, request: Request) -> None:
         self._texts[request.request_id] = bytearray(array("i", [*self._before(request), *request.token_ids]).tobytes())
-
-    def is_ready(self, request: Request) -> bool:
-        return True
-
-    def prepare(self, request: Request, *, is_sample: bool = False) -> None:
-        pass
 
     def _before(self, request: Request) -> Sequence[int]:
         """What is searched before the request's own tokens."""
@@ -95,9 +89,9 @@ class PredictionLookup(NgramLookup):
         super().__init__(max(max_size, PREDICTION_SIZE), 1)
         self._predictions: dict[str, tuple[int, ...]] = {}
 
-    def start(self, request: Request, *, is_wanted: bool = True) -> None:
+    def start(self, request: Request) -> None:
         self._predictions[request.request_id] = (*request.prediction_ids, BORDER)
-        super().start(request, is_wanted=is_wanted)
+        super().start(request)
 
     def _before(self, request: Request) -> Sequence[int]:
         return self._predictions[request.request_id]

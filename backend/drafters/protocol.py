@@ -186,17 +186,7 @@ class Lookup(Protocol):
     name: str
     """As in `token_sources`."""
 
-    def start(self, request: Request, *, is_wanted: bool = True) -> None:
-        """is_wanted: it will be looked up; else what that takes to prepare is left until `prepare`."""
-        ...
-
-    def is_ready(self, request: Request) -> bool:
-        """Whether all of its tokens are looked through."""
-        ...
-
-    def prepare(self, request: Request, *, is_sample: bool = False) -> None:
-        """Makes it ready, soon. is_sample: to see what lookups would bring: there is time."""
-        ...
+    def start(self, request: Request) -> None: ...
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens to follow the request's tokens and `drafts`, which another drafter proposed."""

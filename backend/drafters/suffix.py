@@ -1,28 +1,20 @@
 """Suffix decoding: what followed the request's last tokens, earlier in it or in other requests' answers, is proposed.
 
-SuffixDecoding (Oliaro et al. 2024), on the suffix trees (C++) of arctic-inference, an optional package. As there, each open request has a tree
-of its own tokens and all answers share one; the tree whose draft has the higher score (the sum of its tokens' estimated probabilities) drafts.
-Not as there, an answer is kept with the last tokens of its prompt, so that it is found from its first token on where the prompt comes again.
-A draft is as long as the match times `max_spec_factor`, and ends where its probability falls below `min_token_prob`.
+SuffixDecoding (Oliaro et al. 2024), on the index of `kernels.suffix`. As there, each open request has an index of its own tokens and all answers
+share one; the one whose draft has the higher score (the sum of its tokens' estimated probabilities) drafts. Not as there, an answer is kept with
+the last tokens of its prompt, so that it is found from its first token on where the prompt comes again. A draft is as long as the match times
+`max_spec_factor`, and ends where its probability falls below `min_token_prob`.
 
-`SuffixTree` is used and not arctic's `SuffixDecodingCache` around it, which takes a prompt in one call only, evicts on the caller's thread,
-has no bound on tokens and cannot be saved.
-
-Threads. No call of the library releases the GIL, so calls never overlap, and a long one (34 ms for a prompt of 32k tokens of code) would stop
-the engine's thread whichever thread made it. Long work is therefore cut into slices, which one background thread does, resting after each for as
-long as it took: removals first, then prompts (in turns), then what waits for the shared tree. One lock guards the trees and the books; it is held
-for one slice, under a millisecond as a rule, so the engine's thread simply takes it. Removal cannot be cut, and a dropped tree is freed at once: so
-a long text is held in overlapping pieces, and each is a slice of work when it goes, of about 1 ms (1 of 400: 14 ms).
-
-Where the planner of drafts does not wait for these lookups (`HybridDrafter`), a request's prompt goes into its tree when that is wanted, and while
-only samples are, to see what they would bring, the thread rests IDLE_REST times as long as it works: at ten thousand tokens a second and more it
-would else take the GIL for half of the time, for nobody.
+Threads. One lock guards the indices and the books, and the engine's thread takes it as it comes. What takes long (a prompt of 128k tokens some 40 ms
+on a slow processor, in Python for the books too) is cut into slices, which one background thread does, resting after each for as long as it took:
+removals first, then prompts (in turns), then what waits for the shared index. Removal of a text cannot be cut, and an index that is dropped is freed
+at once: so a long text is held in overlapping pieces, and each is a slice of work when it goes. Calls of the compiled index let other threads run.
 
 Answers are saved to a file every SAVE_SECONDS and at the end, by a second thread, which waits for the disk.
 
-Memory: about 340 bytes per token in a tree. The shared tree keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
-out first, beside the texts of a corpus (of the start, and of `add_corpus`), which stay and are not saved; the open requests' own trees are as
-long as they are.
+Memory: about 100 bytes per token in an index. The shared one keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
+out first, beside the texts of a corpus (of the start, and of `add_corpus`), which stay and are not saved; the open requests' own are as long as
+they are.
 """
 
 from __future__ import annotations
@@ -34,41 +26,62 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from backend.budget import Chain, by_probability
 from backend.core import Request
 from backend.drafters.answer_file import AnswerFile
 from backend.drafters.corpus import CALL, MAX_TOKENS
-from backend.drafters.suffix_texts import OpenText, SuffixText
-from backend.errors import ConfigError, EngineError, RequestError
+from backend.errors import EngineError, RequestError
+from kernels.suffix import SuffixDraft, SuffixIndex, make_index
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_TOKENS = 2**19
-"""Of the shared tree: about 180 MB."""
+"""Of the shared index: about 60 MB."""
 TOKENS_AHEAD = 2**20
-"""While open requests have this many tokens in trees, the prompt of a new one, which may wait for long, goes in at its first lookup only."""
+"""While open requests have this many tokens in indices, the prompt of a new one, which may wait for long, goes in at its first lookup only."""
 LEAD_TOKENS = 32
 """Of a prompt's end, kept before its answer: where the prompt comes again, the answer is found from its first token on."""
 SLICE_TOKENS = 256
 """What one call inserts."""
 PIECE_TOKENS = 1024
 """What one call removes."""
-IDLE_REST = 19.0
-"""Times as long as it took the background thread rests after a slice of work that nobody waits for."""
 SAVE_SECONDS = 120.0
 """Between two times that answers are saved: a server that is killed loses no more than came since."""
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """A sequence in an index: a long one in pieces, each with the end of the one before at its start, so that matches cross the cuts."""
+
+    index: SuffixIndex
+    token_ids: list[int] | array[int]
+    num_inserted: int = 0
+    """Tokens that the index has; the others wait."""
+    piece_ids: list[int] = field(default_factory=list)
+    num_in_piece: int = 0
+    """In the last piece."""
+    is_evicted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open request: all its tokens in an index of its own, its output in the shared one."""
+
+    request: Request
+    text: _Text
+    answer: _Text | None = None
+    num_reserved: int = 0
+    is_queued: bool = False
 
 
 class SuffixLookup:
     """Drafts as long as the match allows: none for a text without repetition, dozens of tokens in a copied one.
 
-    `max_tree_depth`: longest match plus draft, tokens. `max_cached_requests`: answers in the shared tree; -1: no limit but `max_cached_tokens`;
-    0: no shared tree. `cache_path`: file that the answers are saved to and that a later drafter with the same `fingerprint` (which names
-    model and tokenizer) starts from; a file that cannot be used costs a warning. Raises ConfigError where arctic-inference is not installed.
+    `max_tree_depth`: longest match plus draft, tokens. `max_cached_requests`: answers in the shared index; -1: no limit but `max_cached_tokens`;
+    0: no shared index. `cache_path`: file that the answers are saved to and that a later drafter with the same `fingerprint` (which names
+    model and tokenizer) starts from; a file that cannot be used costs a warning.
     """
 
     name = "suffix"
@@ -89,16 +102,6 @@ class SuffixLookup:
     ) -> None:
         """lead_tokens: of a prompt's end that its answer is kept with; corpus: texts that are searched as answers are, and stay; max_corpus_tokens:
         of these and of those that come later."""
-        try:
-            from arctic_inference.suffix_decoding._C import SuffixTree
-        except ImportError as error:
-            raise ConfigError(
-                f"speculative method suffix needs the package arctic-inference ({error}). With a C++ compiler, CMake and Python's headers, in the "
-                "activated environment: pip install 'setuptools>=70.1' nanobind==2.9.2 && pip install --no-build-isolation 'arctic-inference<0.4'"
-            ) from error
-        self._new_tree = SuffixTree
-        self._extend = SuffixTree.extend_ndarray
-        self._speculate = SuffixTree.speculate_ndarray
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self.max_cached_tokens = max_cached_tokens
@@ -110,24 +113,23 @@ class SuffixLookup:
         self._file = AnswerFile(cache_path, fingerprint) if cache_path is not None and self._is_sharing else None
         self._num_shared = self._num_saved = 0  # tokens of answers that ever came here, and those that the file has or had
 
-        self._open: dict[Request, OpenText] = {}
-        self._num_reserved = 0  # tokens of the open requests that are in trees, or queued
-        self._num_wanted = 0  # requests
-        self._shared = SuffixTree(max_tree_depth)
-        self._answers: deque[SuffixText] = deque()  # oldest first
+        self._open: dict[Request, _Open] = {}
+        self._num_reserved = 0  # tokens of the open requests that are in indices, or queued
+        self._shared = make_index(max_tree_depth)
+        self._answers: deque[_Text] = deque()  # oldest first
         self._num_cached_tokens = 0
         self._new_ids = itertools.count()
-        self._free_ids: list[int] = []  # to use again: a tree's ids are 32 bits
+        self._free_ids: list[int] = []  # to use again: an index's ids are 32 bits
 
-        self._removals: deque[tuple[Any, int]] = deque()  # tree, piece; the thread's work, in this order
-        self._behind: deque[OpenText] = deque()
-        self._unshared: deque[SuffixText] = deque()
+        self._removals: deque[tuple[SuffixIndex, int]] = deque()  # index, piece; the thread's work, in this order
+        self._behind: deque[_Open] = deque()
+        self._unshared: deque[_Text] = deque()
         self._is_closed = self._is_broken = False
         self._wake = threading.Condition(threading.Lock())
         self._has_ended = threading.Event()
         if self._file is not None:
             self._restore(self._file.read())
-        self._unshared.extendleft(SuffixText(self._shared, token_ids) for token_ids in reversed(corpus))
+        self._unshared.extendleft(_Text(self._shared, token_ids) for token_ids in reversed(corpus))
         self._thread = threading.Thread(target=self._run, name="suffix", daemon=True)
         self._thread.start()
         self._saver = threading.Thread(target=self._save_at_times, name="suffix file", daemon=True)
@@ -136,7 +138,7 @@ class SuffixLookup:
 
     @property
     def num_cached_requests(self) -> int:
-        """Answers in the shared tree, those of open requests too."""
+        """Answers in the shared index, those of open requests too."""
         with self._wake:  # between an answer that comes and the oldest one that goes for it, there is one too many
             return len(self._answers)
 
@@ -148,14 +150,14 @@ class SuffixLookup:
 
     @property
     def is_idle(self) -> bool:
-        """Everything known is in the trees, and everything evicted is out of them."""
+        """Everything known is in the indices, and everything evicted is out of them."""
         with self._wake:
             return not (self._removals or self._behind or self._unshared)
 
     def add_corpus(self, texts: Sequence[array[int]]) -> int:
         """Queues texts that stay, all or none -> tokens of all that have come. From any thread. Raises RequestError beyond max_corpus_tokens, and
         EngineError when closed."""
-        count, queued = sum(map(len, texts)), [SuffixText(self._shared, token_ids) for token_ids in texts]
+        count, queued = sum(map(len, texts)), [_Text(self._shared, token_ids) for token_ids in texts]
         with self._wake:
             if self._is_closed:
                 raise EngineError("the suffix cache is closed, or has failed: the server's log says which")
@@ -168,34 +170,17 @@ class SuffixLookup:
 
     # -- the engine's thread ----------------------------------------------------------------------------------------
 
-    def start(self, request: Request, *, is_wanted: bool = True) -> None:
-        """Queues the prompt, where it is wanted; until it is in, the request gets no drafts of its own tokens. No effect on an open request, or
-        after `close`."""
+    def start(self, request: Request) -> None:
+        """Queues the prompt; until it is in, the request gets no drafts. No effect on an open request, or after `close`."""
         with self._wake:
             if self._is_closed or request in self._open:
                 return
-            self._open[request] = own = OpenText(request, SuffixText(self._new_tree(self.max_tree_depth), request.token_ids))
-            if is_wanted:
-                self._want(own)
-                if self._num_reserved < TOKENS_AHEAD:
-                    self._queue(own)
-
-    def is_ready(self, request: Request) -> bool:
-        own = self._open.get(request)
-        return own is not None and not own.is_queued and len(request.token_ids) - own.text.num_inserted <= SLICE_TOKENS
-
-    def prepare(self, request: Request, *, is_sample: bool = False) -> None:
-        with self._wake:
-            own = self._open.get(request)
-            if own is None or self._is_closed:
-                return
-            if not is_sample:
-                self._want(own)
-            if not own.is_queued and len(request.token_ids) - own.text.num_inserted > SLICE_TOKENS:
+            self._open[request] = own = _Open(request, _Text(make_index(self.max_tree_depth), request.token_ids))
+            if self._num_reserved < TOKENS_AHEAD:
                 self._queue(own)
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens to follow the request's tokens and `drafts`; while its tokens are on their way into its tree, of other requests'
+        """At most `count` tokens to follow the request's tokens and `drafts`; while its tokens are on their way into its index, of other requests'
         answers alone."""
         return self.lookup_scored(request, drafts, count)[0]
 
@@ -205,32 +190,33 @@ class SuffixLookup:
         return (draft.token_ids, draft.score) if draft is not None else ([], 0.0)
 
     def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
-        """As `lookup`, with the evidence: the tree's share of those that went on as the draft, and how long the match is."""
+        """As `lookup`, with the evidence: the index's share of those that went on as the draft, and how long the match is."""
         draft = self._look_up(request, drafts, count)
         if draft is None or not draft.token_ids:
             return [], ()
         chances = [own / before for own, before in zip(draft.probs, (1.0, *draft.probs))]
         return draft.token_ids, by_probability(self.name, chances, draft.match_len)
 
-    def _look_up(self, request: Request, drafts: Sequence[int], count: int) -> Any:
-        """The library's draft, or None."""
+    def _look_up(self, request: Request, drafts: Sequence[int], count: int) -> SuffixDraft | None:
+        """None: nothing is known to look in."""
         with self._wake:
             own = self._open.get(request)
             if own is None or count <= 0:
                 return None
             missing = len(request.token_ids) - own.text.num_inserted
             if missing > SLICE_TOKENS and not own.is_queued and not self._is_closed:
-                self._want(own)
                 self._queue(own)
-            trees = [self._shared] if self._is_sharing or self._num_corpus_tokens else []
+            shared = self._shared if self._is_sharing or self._num_corpus_tokens else None
+            indices = [shared] if shared is not None else []
             if missing <= SLICE_TOKENS and not own.is_queued:
                 if missing:
                     self._take_in(own)
-                trees.insert(0, own.text.tree)
+                indices.insert(0, own.text.index)
+            if not indices:
+                return None
             depth = self.max_tree_depth
-            context = np.array([*request.token_ids[-depth:], *drafts][-depth:], dtype=np.int32)
-            limits = (count, self.max_spec_factor, 0.0, self.min_token_prob, False)
-            return max((self._speculate(tree, context, *limits) for tree in trees), key=lambda draft: draft.score, default=None)
+            context = [*request.token_ids[-depth:], *drafts][-depth:] if drafts else request.token_ids[-depth:]
+            return indices[0].speculate(context, count, self.max_spec_factor, self.min_token_prob, *indices[1:])
 
     def stop(self, request: Request) -> None:
         """Keeps the answer and drops the rest. No effect on a request that is not open."""
@@ -239,12 +225,9 @@ class SuffixLookup:
             if own is None:
                 return
             self._num_reserved -= own.num_reserved
-            self._num_wanted -= own.is_wanted
             self._share(own, request.token_ids[max(own.text.num_inserted, len(request.prompt_token_ids)) :])
-            if own.answer is not None and not own.answer.is_evicted and own.answer.num_inserted < len(own.answer.token_ids):
+            if own.answer is not None and own.answer.num_inserted < len(own.answer.token_ids):
                 self._unshared.appendleft(own.answer)  # before what a file restores, which can be long
-                while self._unshared[-1].is_evicted:  # before it came in: the thread may be behind for long
-                    self._unshared.pop()
                 self._wake.notify()
             if len(own.text.piece_ids) > 1:  # dropped as one, 128k tokens would take 80 ms
                 self._remove(own.text)
@@ -266,11 +249,7 @@ class SuffixLookup:
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
-    def _want(self, own: OpenText) -> None:
-        self._num_wanted += not own.is_wanted
-        own.is_wanted = True
-
-    def _queue(self, own: OpenText) -> None:
+    def _queue(self, own: _Open) -> None:
         if not own.num_reserved:
             own.num_reserved = len(own.request.token_ids)
             self._num_reserved += own.num_reserved
@@ -278,7 +257,7 @@ class SuffixLookup:
         self._behind.append(own)
         self._wake.notify()
 
-    def _take_in(self, own: OpenText) -> None:
+    def _take_in(self, own: _Open) -> None:
         """One slice of the request's tokens."""
         start = own.text.num_inserted
         self._insert(own.text)
@@ -286,12 +265,12 @@ class SuffixLookup:
         if own.answer is not None:
             self._insert(own.answer)
 
-    def _share(self, own: OpenText, token_ids: list[int]) -> None:
-        """Books output of a request; `_insert` brings it into the shared tree."""
+    def _share(self, own: _Open, token_ids: list[int]) -> None:
+        """Books output of a request; `_insert` brings it into the shared index."""
         if not token_ids or not self._is_sharing:
             return
         if own.answer is None:
-            own.answer = SuffixText(self._shared, array("i", own.request.prompt_token_ids[-self.lead_tokens :] if self.lead_tokens else ()))
+            own.answer = _Text(self._shared, array("i", own.request.prompt_token_ids[-self.lead_tokens :] if self.lead_tokens else ()))
             self._answers.append(own.answer)
             self._num_cached_tokens += len(own.answer.token_ids)
         if not own.answer.is_evicted:
@@ -304,7 +283,7 @@ class SuffixLookup:
                 self._num_cached_tokens -= len(oldest.token_ids)
                 self._remove(oldest)
 
-    def _insert(self, text: SuffixText) -> None:
+    def _insert(self, text: _Text) -> None:
         """One slice of what waits, if there is any."""
         start = text.num_inserted
         token_ids = text.token_ids[start : start + SLICE_TOKENS]
@@ -316,17 +295,17 @@ class SuffixLookup:
             token_ids = text.token_ids[max(0, start - self.max_tree_depth) : text.num_inserted]
             text.num_in_piece = 0
         text.num_in_piece += len(token_ids)
-        self._extend(text.tree, text.piece_ids[-1], np.array(token_ids, dtype=np.int32))
+        text.index.extend(text.piece_ids[-1], token_ids)
 
-    def _remove(self, text: SuffixText) -> None:
-        self._removals.extend((text.tree, piece_id) for piece_id in text.piece_ids)
+    def _remove(self, text: _Text) -> None:
+        self._removals.extend((text.index, piece_id) for piece_id in text.piece_ids)
         self._wake.notify()
 
     def _work(self) -> None:
         """One slice of what waits."""
         if self._removals:
-            tree, piece_id = self._removals.popleft()
-            tree.remove(piece_id)
+            index, piece_id = self._removals.popleft()
+            index.remove(piece_id)
             self._free_ids.append(piece_id)
         elif self._behind:
             own = self._behind.popleft()
@@ -350,7 +329,7 @@ class SuffixLookup:
             if self._num_cached_tokens + len(token_ids) > self.max_cached_tokens:
                 break
             self._num_cached_tokens += len(token_ids)
-            self._answers.appendleft(SuffixText(self._shared, token_ids))
+            self._answers.appendleft(_Text(self._shared, token_ids))
         self._unshared.extend(self._answers)
 
     # -- the background threads -------------------------------------------------------------------------------------
@@ -365,9 +344,7 @@ class SuffixLookup:
                         return
                     started = time.perf_counter()
                     self._work()
-                    rest = 1.0 if self._num_wanted or not self._open else IDLE_REST
-                # Lets go of the GIL and of the lock, so half of the time at least is the engine's.
-                time.sleep(rest * (time.perf_counter() - started))
+                time.sleep(time.perf_counter() - started)  # lets go of the GIL and of the lock, so half of the time at least is the engine's
         except Exception:
             logger.exception("the suffix cache failed: it drafts nothing any more, and will not be saved")
             with self._wake:
