@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
-from backend.model_files import expand_user
 from backend.quantization_config import (
     CACHE_SCALES,
     QuantizationConfig,
@@ -52,7 +52,7 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 def is_bundled(model: str | Path) -> bool:
-    return expand_user(model).resolve() == BUNDLED_MODEL.resolve()
+    return Path(os.path.expanduser(model)).resolve() == BUNDLED_MODEL.resolve()  # of nobody's home: no error, but no such folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ SuffixDecoding (Oliaro et al. 2024): for each length of a match, the likeliest t
 likeliest after those of them that went on so, while they are not too few; of all lengths the draft with the highest score, the sum of its tokens'
 estimated probabilities, is taken, and of equal ones that of the longest match. The paper and arctic-inference keep suffix trees, whose nodes count.
 Here each token is in lists of the places where its last 1, 2 and 4 tokens stood, and places are counted as they are looked up: of a match of 1, 2
-or 3, and 4 tokens or more, the newest MOST alone, which tells more than older ones do.
+or 3, and 4 tokens or more, the newest MOST alone, which tells more than older ones do. Of the lengths of a match the longest is looked at, and then
+those at which there are twice as many places.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from kernels._load_cpu import find_library
 
 GRAMS = (1, 2, 4)
-MOST = (64, 128, 512)
+MOST = (16, 32, 64)
 """Of cpu/suffix.cpp."""
 
 
@@ -113,9 +114,13 @@ class PlainIndex:
             newest = reversed(self._places.get(tuple(own[-low:]), {}))
             found = [(self._texts[t], place) for (t, place), _ in zip(newest, range(MOST[kind]))]
             matches = [self._match(own, text, place, limit) for text, place in found]
+            num_before = most_before = 0
             for match in range(min(high, max(matches, default=0)), low - 1, -1):
                 count = max(0, min(most, int(np.float32(match) * np.float32(factor) + np.float32(1e-6)), self._depth - match))
                 places = [(text, place + 1) for (text, place), size in zip(found, matches) if size >= match]
+                if len(places) < 2 * num_before and count <= most_before:
+                    continue
+                num_before, most_before = len(places), count
                 draft = self._follow(places, match, count, np.float32(min_prob))
                 if draft.score > best.score:
                     best = draft

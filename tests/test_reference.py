@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from backend.models.rope import rope_frequencies, rope_tables
+from kernels import cpu_attention
 from kernels import reference as ops
 from kernels.attention import Heads
 from kernels.step_attention import StepAttention, append_attention
@@ -413,7 +414,12 @@ def check_attention(shapes: Sequence[tuple[int, int]], *, page: int, num_q: int,
     query = torch.randn(sum(query_lens), num_q, size, generator=generator, dtype=dtype)
     plan = ops.plan_attention(query_lens, [length for _, length in shapes], page_ids, page, num_q // num_kv, dtype)
     out = ops.append_attention(query, keys, values, plan)
-    assert torch.equal(attend_in_a_step(query, keys, values, query_lens, [length for _, length in shapes], page_ids, numbers), out)
+    in_a_step = [query, keys, values, query_lens, [length for _, length in shapes], page_ids]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_attention, "is_usable", lambda *_: False)
+        assert torch.equal(attend_in_a_step(*in_a_step, numbers), out)
+    if cpu_attention.is_usable(size, dtype):  # by processors whose vectors are as short as these heads
+        torch.testing.assert_close(attend_in_a_step(*in_a_step, numbers), out, rtol=2e-5, atol=2e-5)
     assert out.shape == query.shape and out.dtype == dtype
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
     start = 0

@@ -35,15 +35,18 @@ class Statement:
         self.came = [(own, place) for own, place in self.came if own != text_id]
 
     def speculate(self, context: Sequence[int], most: int, factor: float, min_prob: float) -> SuffixDraft:
-        best = NO_DRAFT
-        for match in range(1, min(len(context) - 1, self.depth) + 1):
+        drafts = []
+        last: tuple[int, int, int] | None = None  # kind, places and most drafts of the last length that was looked at
+        for match in range(min(len(context) - 1, self.depth), 0, -1):
             kind = max(number for number, size in enumerate(GRAMS) if size <= match)
             ends = [(self.texts[own], place + 1) for own, place in self.came if self._stands(own, place, context[-GRAMS[kind] :])][-MOST[kind] :]
             places = [(text, end) for text, end in ends if end >= match and text[end - match : end] == list(context[-match:])]
-            draft = self._go_on(places, match, min(most, int(match * factor + 1e-6), self.depth - match), min_prob)
-            if places and draft.token_ids and draft.score >= best.score:
-                best = draft
-        return best
+            room = min(most, int(match * factor + 1e-6), self.depth - match)
+            if not places or (last is not None and last[0] == kind and len(places) < 2 * last[1] and room <= last[2]):
+                continue
+            last = kind, len(places), room
+            drafts.append(self._go_on(places, match, room, min_prob))
+        return max((own for own in drafts if own.token_ids), key=lambda own: own.score, default=NO_DRAFT)
 
     def _stands(self, text_id: int, place: int, gram: Sequence[int]) -> bool:
         return place + 1 >= len(gram) and self.texts[text_id][place + 1 - len(gram) : place + 1] == list(gram)

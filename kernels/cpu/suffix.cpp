@@ -13,8 +13,9 @@ namespace {
 
 constexpr int KINDS = 3;
 constexpr int32_t GRAMS[KINDS] = {1, 2, 4};
-constexpr int32_t MOST[KINDS] = {64, 128, 512};  // places that are looked at, of each kind
+constexpr int32_t MOST[KINDS] = {16, 32, 64};  // places that are looked at, of each kind
 constexpr int32_t NONE = -1;
+constexpr float ROUNDING = 1.00001f;
 
 struct Entry {
   int32_t text, place;
@@ -98,6 +99,7 @@ class Heads {
 
 struct Cursor {
   const int32_t *next, *end;
+  int32_t age;  // the newest place has 0
 };
 
 struct Draft {
@@ -112,38 +114,46 @@ struct Found {
   int32_t match;
 };
 
-// The likeliest token again and again: of those that went on alike. Of equally frequent tokens the one that was so first.
+// How often tokens come.
 class Counts {
  public:
-  // -> how often; 0: none goes on. places: newest first
-  int32_t most(const std::vector<Cursor>& places, int32_t& token) {
-    stamp++;
-    int32_t num_seen = 0, best = 0, best_seen = 0;
-    for (const Cursor& place : places) {
-      if (place.next == place.end) continue;
-      size_t i = (uint32_t(*place.next) * 2654435761u) >> 22;
-      while (slots[i].stamp == stamp && slots[i].token != *place.next) i = (i + 1) & (SIZE - 1);
-      if (slots[i].stamp != stamp) slots[i] = {stamp, *place.next, 0, num_seen++};
-      slots[i].count++;
-    }
-    for (const Cursor& place : places) {
-      if (place.next == place.end) continue;
-      size_t i = (uint32_t(*place.next) * 2654435761u) >> 22;
-      while (slots[i].token != *place.next) i = (i + 1) & (SIZE - 1);
-      const Slot& own = slots[i];
-      if (own.count > best || (own.count == best && own.seen > best_seen)) best = own.count, best_seen = own.seen, token = own.token;
-    }
-    return best;
+  void clear() { stamp++, top = 0; }
+
+  void add(int32_t token, int32_t age) {
+    Slot& own = slots[place(token)];
+    if (own.stamp != stamp) own = {stamp, token, 0, age};
+    own.age = std::min(own.age, age);
+    top = std::max(top, ++own.count);
   }
 
+  // Of the most frequent token. Of several the one that was so first: whose newest place is the oldest.
+  int32_t likeliest(const std::vector<Cursor>& places) {
+    int32_t token = 0, age = -1;
+    for (const Cursor& own : places) {
+      if (own.next == own.end) continue;
+      const Slot& slot = slots[place(*own.next)];
+      if (slot.count == top && slot.age > age) age = slot.age, token = slot.token;
+    }
+    return token;
+  }
+
+  int32_t top = 0;  // of the most frequent one
+
  private:
-  static constexpr size_t SIZE = 1024;
+  static constexpr size_t SIZE = 128;  // twice as many as there are places
+  static_assert(SIZE >= 2 * MOST[KINDS - 1]);
   struct Slot {
     uint64_t stamp = 0;
-    int32_t token = 0, count = 0, seen = 0;
+    int32_t token = 0, count = 0, age = 0;
   };
   std::vector<Slot> slots = std::vector<Slot>(SIZE);
-  uint64_t stamp = 0;
+  uint64_t stamp = 1;
+
+  size_t place(int32_t token) const {
+    size_t i = (uint32_t(token) * 2654435761u) >> 25;
+    while (slots[i].stamp == stamp && slots[i].token != token) i = (i + 1) & (SIZE - 1);
+    return i;
+  }
 };
 
 void follow(std::vector<Cursor>& places, int32_t most, float min_prob, Draft& draft) {
@@ -155,7 +165,11 @@ void follow(std::vector<Cursor>& places, int32_t most, float min_prob, Draft& dr
       count = places[0].next != places[0].end;
       if (count) token = *places[0].next;
     } else {
-      count = counts.most(places, token);
+      counts.clear();
+      for (const Cursor& place : places)
+        if (place.next != place.end) counts.add(*place.next, place.age);
+      count = counts.top;
+      if (count) token = counts.likeliest(places);
     }
     if (!count) return;
     prob *= float(count) / float(places.size());
@@ -165,7 +179,7 @@ void follow(std::vector<Cursor>& places, int32_t most, float min_prob, Draft& dr
     draft.score += prob;
     size_t kept = 0;
     for (const Cursor& place : places)
-      if (place.next != place.end && *place.next == token) places[kept++] = {place.next + 1, place.end};
+      if (place.next != place.end && *place.next == token) places[kept++] = {place.next + 1, place.end, place.age};
     places.resize(kept);
   }
 }
@@ -199,27 +213,33 @@ class Index {
 
   int64_t room() const { return int64_t(entries.size()); }
 
-  Draft speculate(const int32_t* context, int32_t size, int32_t most, float factor, float min_prob) {
+  // best_score: that a draft has to beat
+  Draft speculate(const int32_t* context, int32_t size, int32_t most, float factor, float min_prob, float best_score = 0) {
     Draft best;
+    best.score = best_score;
     const int32_t limit = std::min(size - 1, depth);
     static thread_local std::vector<Found> found;
     static thread_local std::vector<Cursor> places;
+    static thread_local Counts nexts;
     for (int kind = KINDS - 1; kind >= 0; kind--) {
       const int32_t low = GRAMS[kind], high = std::min(limit, kind + 1 < KINDS ? GRAMS[kind + 1] - 1 : limit);
       if (high < low || float(std::min(most, int32_t(float(high) * factor + 1e-6f))) <= best.score) continue;
-      const int32_t longest = collect(kind, context + size - 1, limit, found);
-      size_t num_before = 0;
+      collect(kind, context + size - 1, limit, found);
+      nexts.clear();
+      size_t number = 0, num_before = 0;  // of the places that match so far
       int32_t most_before = 0;
-      for (int32_t match = std::min(longest, high); match >= low; match--) {
+      for (int32_t match = found.empty() ? 0 : std::min(found[0].match, high); match >= low; match--) {
+        for (; number < found.size() && found[number].match >= match; number++) {
+          const Cursor& own = found[number].cursor;
+          if (own.next != own.end) nexts.add(*own.next, own.age);
+        }
         const int32_t bound = std::max(std::min({most, int32_t(float(match) * factor + 1e-6f), depth - match}), 0);
-        if (float(bound) <= best.score) continue;
-        const size_t number = size_t(std::count_if(found.begin(), found.end(), [&](const Found& own) { return own.match >= match; }));
-        const bool is_same = number == num_before && bound <= most_before;
+        if (number < 2 * num_before && bound <= most_before) continue;  // nearly the same places
         num_before = number, most_before = bound;
-        if (is_same || !number) continue;
+        // No token is likelier than the first.
+        if (float(bound) * (float(nexts.top) / float(number)) * ROUNDING <= best.score) continue;
         places.clear();
-        for (const Found& own : found)
-          if (own.match >= match) places.push_back(own.cursor);
+        for (size_t i = 0; i < number; i++) places.push_back(found[i].cursor);
         Draft draft;
         follow(places, bound, min_prob, draft);
         if (draft.score > best.score) {
@@ -294,11 +314,11 @@ class Index {
     free_entries.push_back(number);
   }
 
-  // The places where the context's last tokens stood, newest first -> the longest match, `limit` at most. last: the context's last token
-  int32_t collect(int kind, const int32_t* last, int32_t limit, std::vector<Found>& found) {
+  // The places where the context's last tokens stood, longest matches first. limit: of a match, at most; last: the context's last token
+  void collect(int kind, const int32_t* last, int32_t limit, std::vector<Found>& found) {
     found.clear();
     const int32_t* head = heads[kind].find(hash(last, GRAMS[kind]));
-    int32_t longest = 0, number = head ? *head : NONE;
+    int32_t number = head ? *head : NONE;
     for (int32_t i = 0; i < MOST[kind] && number != NONE; i++, number = entries[number].older[kind]) {
       const Entry& own = entries[number];
       const std::vector<int32_t>& tokens = texts[own.text].tokens;
@@ -307,10 +327,9 @@ class Index {
       int32_t match = 0;
       while (match < room && at[-match] == last[-match]) match++;
       if (match < GRAMS[kind]) continue;  // another text with the same hash
-      found.push_back({{at + 1, tokens.data() + tokens.size()}, match});
-      longest = std::max(longest, match);
+      found.push_back({{at + 1, tokens.data() + tokens.size(), i}, match});
     }
-    return longest;
+    std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.match > b.match; });
   }
 };
 
@@ -351,7 +370,7 @@ int64_t foretoken_suffix_speculate(
     int32_t* match) try {
   Draft draft = static_cast<Index*>(index)->speculate(context, int32_t(size), int32_t(most), factor, min_prob);
   if (beside) {
-    Draft other = static_cast<Index*>(beside)->speculate(context, int32_t(size), int32_t(most), factor, min_prob);
+    Draft other = static_cast<Index*>(beside)->speculate(context, int32_t(size), int32_t(most), factor, min_prob, draft.score);
     if (other.score > draft.score) draft = std::move(other);
   }
   std::copy(draft.tokens.begin(), draft.tokens.end(), tokens);
