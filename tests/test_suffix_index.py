@@ -41,7 +41,7 @@ class Statement:
             kind = max(number for number, size in enumerate(GRAMS) if size <= match)
             ends = [(self.texts[own], place + 1) for own, place in self.came if self._stands(own, place, context[-GRAMS[kind] :])][-MOST[kind] :]
             places = [(text, end) for text, end in ends if end >= match and text[end - match : end] == list(context[-match:])]
-            room = min(most, int(match * factor + 1e-6), self.depth - match)
+            room = min(int(min(match * factor + 1e-6, most)), self.depth - match)
             if not places or (last is not None and last[0] == kind and len(places) < 2 * last[1] and room <= last[2]):
                 continue
             last = kind, len(places), room
@@ -93,7 +93,7 @@ def test_drafts_are_those_of_the_statement(kind: type[PlainIndex] | type[Compile
             text = texts[draw.choice(list(texts))]
             end = draw.randint(1, len(text))
             context = [*text[max(0, end - depth) : end], *draw.choices(vocabulary, k=draw.choice([0, 0, 1]))][-depth:]
-            limits = draw.choice([1, 4, 20]), draw.choice([0.0, 0.5, 1.0, 3.0]), draw.choice([0.0, 0.1, 0.5])
+            limits = draw.choice([1, 4, 20]), draw.choice([0.0, 0.5, 1.0, 3.0, 1e30]), draw.choice([0.0, 0.1, 0.5])
             found, expected = index.speculate(context, *limits), stated.speculate(context, *limits)
             assert found == expected
             num_drafted += len(found.token_ids)

@@ -184,6 +184,9 @@ void follow(std::vector<Cursor>& places, int32_t most, float min_prob, Draft& dr
   }
 }
 
+// Drafts of a match, of any factor.
+int32_t most_of(int32_t match, float factor, int32_t most) { return int32_t(std::min(float(match) * factor + 1e-6f, float(most))); }
+
 class Index {
  public:
   explicit Index(int32_t depth) : depth(depth) {}
@@ -223,7 +226,7 @@ class Index {
     static thread_local Counts nexts;
     for (int kind = KINDS - 1; kind >= 0; kind--) {
       const int32_t low = GRAMS[kind], high = std::min(limit, kind + 1 < KINDS ? GRAMS[kind + 1] - 1 : limit);
-      if (high < low || float(std::min(most, int32_t(float(high) * factor + 1e-6f))) <= best.score) continue;
+      if (high < low || float(most_of(high, factor, most)) <= best.score) continue;
       collect(kind, context + size - 1, limit, found);
       nexts.clear();
       size_t number = 0, num_before = 0;  // of the places that match so far
@@ -233,7 +236,7 @@ class Index {
           const Cursor& own = found[number].cursor;
           if (own.next != own.end) nexts.add(*own.next, own.age);
         }
-        const int32_t bound = std::max(std::min({most, int32_t(float(match) * factor + 1e-6f), depth - match}), 0);
+        const int32_t bound = std::max(std::min(most_of(match, factor, most), depth - match), 0);
         if (number < 2 * num_before && bound <= most_before) continue;  // nearly the same places
         num_before = number, most_before = bound;
         // No token is likelier than the first.
