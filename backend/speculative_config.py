@@ -28,7 +28,7 @@ AUTO_TOKENS, AUTO_STEPS = 12, 5
 """Of method auto, where nothing else is said."""
 MAX_CANDIDATES = 64
 MAX_SUFFIX_LIMIT = 10**6
-"""The trees count in 32 bits, and products that overflow them end all drafts without a word."""
+"""Places are counted in 32 bits."""
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
 BUNDLED_METHOD = "eagle3"

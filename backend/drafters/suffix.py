@@ -12,7 +12,7 @@ at once: so a long text is held in overlapping pieces, and each is a slice of wo
 
 Answers are saved to a file every SAVE_SECONDS and at the end, by a second thread, which waits for the disk.
 
-Memory: about 100 bytes per token in an index. The shared one keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
+Memory: about 80 bytes per token in an index. The shared one keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
 out first, beside the texts of a corpus (of the start, and of `add_corpus`), which stay and are not saved; the open requests' own are as long as
 they are.
 """
@@ -38,7 +38,7 @@ from kernels.suffix import SuffixDraft, SuffixIndex, make_index
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_TOKENS = 2**19
-"""Of the shared index: about 60 MB."""
+"""Of the shared index: about 45 MB."""
 TOKENS_AHEAD = 2**20
 """While open requests have this many tokens in indices, the prompt of a new one, which may wait for long, goes in at its first lookup only."""
 LEAD_TOKENS = 32
