@@ -116,7 +116,7 @@ class PlainIndex:
             matches = [self._match(own, text, place, limit) for text, place in found]
             num_before = most_before = 0
             for match in range(min(high, max(matches, default=0)), low - 1, -1):
-                count = max(0, min(int(min(np.float32(match) * np.float32(factor) + np.float32(1e-6), most)), self._depth - match))
+                count = max(0, min(int(min(float(np.float32(match) * np.float32(factor) + np.float32(1e-6)), most)), self._depth - match))
                 places = [(text, place + 1) for (text, place), size in zip(found, matches) if size >= match]
                 if len(places) < 2 * num_before and count <= most_before:
                     continue
