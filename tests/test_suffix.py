@@ -843,6 +843,7 @@ def test_a_server_of_another_model_with_the_same_file(make: Make, tmp_path: Path
 
 SAVING = """
 import sys
+import time
 from backend.core import Request, SamplingParams
 from backend.drafters import suffix
 suffix.SAVE_SECONDS = 0.02
@@ -855,6 +856,7 @@ for i in range(10**9):
     drafter.stop(request)
     if i < 300:  # as many as are read: a full pipe would be the end of the saving
         print(i, flush=True)
+    time.sleep(1e-3)  # or one of two has filled the file before the other one comes to it
 """
 
 
