@@ -3,15 +3,18 @@
     python -m benchmarks.drafter_data OUT
 
 code.jsonl: modules of the standard library; code-heldout.jsonl: those that the bundled model has not seen. chats.jsonl, chats-heldout.jsonl:
-questions for a chat model, about paragraphs of the language reference and places of the time zone database; no paragraph or place is in both.
+questions for a chat model, about paragraphs of the language reference, the documentation of functions and places of the time zone database; none of
+these is in both.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import sys
 import sysconfig
+import warnings
 import zoneinfo
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +32,12 @@ ABOUT_TEXTS = (
     "Write three questions that this text answers, with their answers:",
     "Rewrite this text in simpler words:",
 )
+ABOUT_FUNCTIONS = (
+    "Explain to a beginner what this function of Python does. Its documentation says:",
+    "Write an example that uses the Python function of this documentation:",
+    "Summarize this documentation in one sentence:",
+    "Say in your own words:",
+)
 ABOUT_CITIES = (
     "Tell me about {}.",
     "I have two days in {}. What should I see?",
@@ -40,15 +49,36 @@ PARAGRAPH = (200, 600)
 """Characters."""
 
 
-def read_code() -> list[str]:
+def list_code() -> list[Path]:
+    """Modules of the standard library that are not held out."""
     root, held = Path(sysconfig.get_paths()["stdlib"]), set(list_heldout().values())
-    files = sorted(path for path in root.rglob("*.py") if path not in held and not {"test", "tests", "site-packages", "idlelib"} & set(path.parts))
+    return sorted(path for path in root.rglob("*.py") if path not in held and not {"test", "tests", "site-packages", "idlelib"} & set(path.parts))
+
+
+def read_code() -> list[str]:
+    files = list_code()
     random.Random(0).shuffle(files)
     texts, count = [], 0
     while count < CODE_CHARACTERS:
         texts.append(files.pop().read_text("utf-8", errors="ignore"))
         count += len(texts[-1])
     return texts
+
+
+def read_documentation() -> list[str]:
+    """Of functions and methods, as long as paragraphs are."""
+    found = set()
+    for path in list_code():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            try:
+                tree = ast.parse(path.read_text("utf-8", errors="ignore"))
+            except SyntaxError:
+                continue  # templates of other tools
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(" ".join((ast.get_docstring(node) or "").split()))
+    return sorted(text for text in found if PARAGRAPH[0] <= len(text) <= PARAGRAPH[1])
 
 
 def make_questions() -> tuple[list[str], list[str]]:
@@ -58,6 +88,7 @@ def make_questions() -> tuple[list[str], list[str]]:
     texts = sorted({part for part in paragraphs if low <= len(part) <= high and part[0].isalpha()})
     cities = sorted({name.split("/")[-1].replace("_", " ") for name in zoneinfo.available_timezones() if name.split("/")[0] in REGIONS})
     about = [[f"{words}\n\n{text}" for words in ABOUT_TEXTS] for text in texts] + [[words.format(city) for words in ABOUT_CITIES] for city in cities]
+    about += [[f"{words}\n\n{text}" for words in ABOUT_FUNCTIONS] for text in read_documentation()]
     draw = random.Random(0)
     draw.shuffle(about)
     count = len(about) // HELDOUT_SHARE
