@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability
@@ -427,7 +428,8 @@ def test_drafts_are_shared_by_survival() -> None:
     assert share(chains, 3, lambda number: 1 + 0.11 * number)[0] == [2, 1, 0]
     assert share(chains, 3, lambda number: 1.0)[0] == [3, 2, 0]
     assert share(chains, 3, lambda number: 1.0 + number)[0] == [0, 0, 0]
-    assert share(chains, 3, lambda number: 1 if number in (0, 4) else 2)[0] == [2, 2, 0], "a step of costs that one more draft does not show"
+    stairs = share(chains, 3, lambda number: np.where(number % 4, 2, 1))[0]
+    assert stairs == [2, 2, 0], "a step of costs that one more draft does not show"
 
 
 def test_of_many_drafts_none_is_taken_or_left_for_the_one_behind_it() -> None:
@@ -452,17 +454,21 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 def test_a_line_tells_rows_from_keys() -> None:
     """Rows and keys grow together, as with requests of long answers; one step in ten is held up."""
     line, numbers = Line(), random.Random(1)
-    assert not line and line.at(4, 100) == 0.0
+    assert not line and line.curve(100).at(4) == 0.0
     line.add(8, 100, 8.0)
-    assert line.at(16, 100) == 8.0 and line.at(4, 100) == 4.0, "hopeful where nothing was measured"
+    assert line.curve(100).at(16) == 8.0 and line.curve(100).at(4) == 4.0, "hopeful where nothing was measured"
     for _ in range(300):
         rows = numbers.randint(4, 40)
         keys = 20 * rows + numbers.randint(0, 800)
         line.add(rows, keys, (10 + 0.3 * rows + 0.01 * keys) * (3 if numbers.random() < 0.1 else 1 + 0.1 * numbers.random()))
-    assert line.at(30, 800) - line.at(10, 800) == pytest.approx(6, rel=0.4) and line.at(20, 1200) - line.at(20, 400) == pytest.approx(8, rel=0.4)
+    known = line.curve(800)
+    assert known.at(30) - known.at(10) == pytest.approx(6, rel=0.4) and line.curve(1200).at(20) - line.curve(400).at(20) == pytest.approx(8, rel=0.4)
+    rows = np.arange(50)
+    assert known.at_each(rows).tolist() == [known.at(own) for own in rows.tolist()]
+    assert line.curve_alone().at_each(rows).tolist() == [line.curve_alone().at(own) for own in rows.tolist()]
     for _ in range(300):
         line.add(20, 800, 24.0)
-    assert line.at(40, 800) - line.at(20, 800) == pytest.approx(6, rel=0.4), "what rows took when they differed stands"
+    assert line.curve(800).at(40) - line.curve(800).at(20) == pytest.approx(6, rel=0.4), "what rows took when they differed stands"
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(CostClass.PER_DRAFT, (1.0, 4.0)), (CostClass.BLOCK, (2.0, 2.0)), (CostClass.FREE, (0.0, 0.0))])

@@ -6,7 +6,9 @@ import enum
 from collections import defaultdict
 from collections.abc import Sequence
 
-from backend.budget.line import Line
+import numpy as np
+
+from backend.budget.line import Curve, Line
 from backend.budget.times import MAX_RATIO, Times, bucket_of
 
 MAX_AGE, MIN_AGE = 64, 8
@@ -87,9 +89,7 @@ class StepCosts:
         """With what a step takes besides; 0 before anything was measured. Where rows are padded, beyond those that were measured with so many
         requests, times of any number of them say how it goes on."""
         if self._is_exact:
-            if self.is_beside_prompts:
-                return self._beside.at_alone(rows) + (self._rest or 0.0)
-            return self._line.at(rows, self._keys) + (self._rest or 0.0) if self._line else 0.0
+            return self._curve().at(rows) + (self._rest or 0.0) if self.is_known else 0.0
         if not self._verify:
             return 0.0
         rest, own = self._rest or 0.0, self._own
@@ -99,6 +99,13 @@ class StepCosts:
         if nearest == rows:
             return own.at(rows) + rest
         return own.at(nearest) * self._verify.at(rows) / max(self._verify.at(nearest), 1e-9) + rest
+
+    def verify_each(self, rows: np.ndarray) -> np.ndarray:
+        """The same of several numbers, where steps compute as many rows as they have tokens."""
+        return self._curve().at_each(rows) + (self._rest or 0.0)
+
+    def _curve(self) -> Curve:
+        return self._beside.curve_alone() if self.is_beside_prompts else self._line.curve(self._keys)
 
     def draft(self, num_drafts: int, num_requests: float) -> float:
         """Of numbers of drafts that were not measured, on the line through those beside them, or from the nearest one by the class. A number

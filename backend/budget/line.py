@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from backend.budget.times import MAX_RATIO
@@ -14,6 +16,30 @@ MAX_KNOWN_RATIO = 1.25
 """As `MAX_RATIO`, once the line is known: steps differ by a twentieth from it, those that something else held up by more."""
 KEPT_SPREAD = 0.02
 """Standard deviation of rows, over their mean, below which what a row took before says more than what it takes now."""
+
+
+class Curve(NamedTuple):
+    """Seconds of steps by rows."""
+
+    mean: float
+    """Rows that are taken as many on average."""
+    seconds: float
+    """Of these."""
+    more: float
+    """Of a row above the mean."""
+    fewer: float
+    """Of one below it."""
+    least: float
+    """Whatever the rows are."""
+    least_of_row: float
+
+    def at(self, rows: float) -> float:
+        return max(self.least + self.least_of_row * rows, self.seconds + (self.more if rows > self.mean else self.fewer) * (rows - self.mean))
+
+    def at_each(self, rows: np.ndarray) -> np.ndarray:
+        """The same of several numbers."""
+        found = self.seconds + np.where(rows > self.mean, self.more, self.fewer) * (rows - self.mean)
+        return np.maximum(self.least + self.least_of_row * rows, found)
 
 
 class Line:
@@ -35,7 +61,7 @@ class Line:
         """rows, keys: of a step, both at least 1."""
         if self:
             self._share = max(SMOOTHING, self._share / (1 + self._share))
-            seconds = min(seconds, (MAX_RATIO if self._share > MAX_SHARE else MAX_KNOWN_RATIO) * self.at(rows, keys))
+            seconds = min(seconds, (MAX_RATIO if self._share > MAX_SHARE else MAX_KNOWN_RATIO) * self.curve(keys).at(rows))
         else:
             self._share, self._fewer = 1.0, seconds / rows  # hopeful: what looks good and was never tried is so tried
         apart = np.array((rows, keys, seconds)) - self._mean
@@ -49,16 +75,13 @@ class Line:
         self._more = max(0.0, (by_rows + kept * self._more) / (rows_2 + kept))
         self._fewer = max(0.0, (by_rows + kept * self._fewer) / (rows_2 + kept))
 
-    def at(self, rows: float, keys: float) -> float:
-        """0 before anything was measured."""
-        return max(float(self._mean[2]) / MAX_RATIO, self._at(rows, keys))
-
-    def at_alone(self, rows: float) -> float:
-        """Of a line whose keys are rows as well, of another kind: of a step that has none of them, its share by rows at least."""
-        mean_rows, mean_others, seconds = self._mean.tolist()
-        return max(seconds * rows / max(1.0, mean_rows + mean_others), self._at(rows, 0.0))
-
-    def _at(self, rows: float, keys: float) -> float:
+    def curve(self, keys: float) -> Curve:
+        """By rows, of steps with so many keys: 0 before anything was measured."""
         mean_rows, mean_keys, seconds = self._mean.tolist()
-        row = self._more if rows > mean_rows else self._fewer
-        return float(seconds + row * (rows - mean_rows) + self._key * (keys - mean_keys))
+        return Curve(mean_rows, seconds + self._key * (keys - mean_keys), self._more, self._fewer, seconds / MAX_RATIO, 0.0)
+
+    def curve_alone(self) -> Curve:
+        """Of a line whose keys are rows as well, of another kind: of steps that have none of them, their share by rows at least."""
+        mean_rows, mean_others, seconds = self._mean.tolist()
+        least = seconds / max(1.0, mean_rows + mean_others)
+        return Curve(mean_rows, seconds - self._key * mean_others, self._more, self._fewer, 0.0, least)

@@ -8,6 +8,7 @@ buckets' log-odds as offset, and one weight). Nothing of it depends on which tok
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -49,16 +50,18 @@ def by_match(source: str, num_matched: int, count: int) -> tuple[Evidence, ...]:
 
 
 @functools.cache
-def _of_share(source: str, num_matched: int, place: int, share: int) -> Evidence:
+def _by_share(source: str, num_matched: int) -> list[list[Evidence]]:
+    """Of each place, by how likely the draft is, in tenths."""
     trust = num_matched / (1 + num_matched) if num_matched else 1.0
-    guess = min(max(trust * (share + 0.5) / NUM_SHARES, 0.02), 0.98)
-    return Evidence(source, (num_matched * MAX_PLACES + place) * (NUM_SHARES + 1) + share, guess)
+    guesses = [min(max(trust * (share + 0.5) / NUM_SHARES, 0.02), 0.98) for share in range(NUM_SHARES + 1)]
+    first = num_matched * MAX_PLACES
+    return [[Evidence(source, (first + place) * len(guesses) + share, guess) for share, guess in enumerate(guesses)] for place in range(MAX_PLACES)]
 
 
 def by_probability(source: str, chances: Sequence[float], num_matched: int = 0) -> list[Evidence]:
     """Of a drafter that says how likely each draft is after those before it; num_matched: of a lookup's, the tokens that matched."""
-    matched = min(num_matched, MAX_MATCH)
-    return [_of_share(source, matched, min(place, MAX_PLACES - 1), min(int(NUM_SHARES * chance), NUM_SHARES)) for place, chance in enumerate(chances)]
+    kinds = _by_share(source, min(num_matched, MAX_MATCH))
+    return [kind[min(int(NUM_SHARES * chance), NUM_SHARES)] for kind, chance in zip(itertools.chain(kinds, itertools.repeat(kinds[-1])), chances)]
 
 
 def has_probability(evidence: Evidence) -> bool:
@@ -71,8 +74,8 @@ def by_branch(source: str, chances: Sequence[float], parents: Sequence[int]) -> 
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    shares = (min(int(NUM_SHARES * chance), NUM_SHARES) for chance in chances)
-    return [_of_share(source, 0, min(depth, MAX_PLACES - 1), share) for depth, share in zip(depths, shares)]
+    kinds = _by_share(source, 0)
+    return [kinds[min(depth, MAX_PLACES - 1)][min(int(NUM_SHARES * chance), NUM_SHARES)] for depth, chance in zip(depths, chances)]
 
 
 class _Bucket:
@@ -92,6 +95,20 @@ class _Bucket:
         self.log_odds = math.log(share / (1.0 - share))
 
 
+class _Buckets(dict[Evidence, _Bucket]):
+    """By all evidence of them that has come. A bucket's first guess is that of the first."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[tuple[str, int], _Bucket] = {}
+
+    def __missing__(self, evidence: Evidence) -> _Bucket:
+        found = self._by_kind.get(evidence[:2])
+        if found is None:
+            found = self._by_kind[evidence[:2]] = _Bucket(evidence.source, evidence.guess)
+        self[evidence] = found
+        return found
+
+
 class Promise(NamedTuple):
     """What drafts are likely to bring."""
 
@@ -107,8 +124,7 @@ class Survival:
     """Called by the engine thread only."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[str, int], _Bucket] = {}
-        self._chains: dict[Chain, list[_Bucket]] = {}
+        self._buckets = _Buckets()
         self._own: dict[str, dict[str, float]] = {}
         self._promises: dict[tuple[str, int, int, int], Promise] = {}  # of lookups: by source, drafts, match and the request's own shift, in parts
         self._asked = 0  # the step since when they are kept
@@ -118,27 +134,11 @@ class Survival:
     def stop(self, request_id: str) -> None:
         self._own.pop(request_id, None)
 
-    def _bucket(self, evidence: Evidence) -> _Bucket:
-        key = evidence[:2]
-        found = self._buckets.get(key)
-        if found is None:
-            found = self._buckets[key] = _Bucket(evidence.source, evidence.guess)
-        return found
-
-    def _buckets_of(self, chain: Chain) -> list[_Bucket]:
-        """Tuples are kept: they are those of `by_place`, `by_match` and the like, which come again and again in each step."""
-        if not isinstance(chain, tuple):
-            return [self._bucket(evidence) for evidence in chain]
-        found = self._chains.get(chain)
-        if found is None:
-            found = self._chains[chain] = [self._bucket(evidence) for evidence in chain]
-        return found
-
     def survivals(self, request_id: str, chain: Chain, parents: Sequence[int] = ()) -> list[float]:
         """The chance that each draft of a request is accepted, all before it with it. parents: of a tree, the number of the draft before each,
         which is smaller; -1: the newest token; none: each follows the one before it."""
-        own, exp, left = self._own.get(request_id, NO_SHIFTS), math.exp, 1.0
-        weights = [1.0 + exp(-(bucket.log_odds + own.get(bucket.source, 0.0))) for bucket in self._buckets_of(chain)]
+        own, exp, left, buckets = self._own.get(request_id, NO_SHIFTS), math.exp, 1.0, self._buckets
+        weights = [1.0 + exp(-(buckets[evidence].log_odds + own.get(evidence[0], 0.0))) for evidence in chain]
         if not parents:
             return [left := left / weight for weight in weights]
         found: list[float] = []
@@ -157,9 +157,8 @@ class Survival:
         key = source, count, min(matched, MAX_MATCH), part
         found = self._promises.get(key)
         if found is None:
-            own, exp, left = part / PARTS, math.exp, 1.0
-            buckets = self._buckets_of(by_match(source, key[2], count))
-            survivals = [left := left / (1.0 + exp(-bucket.log_odds - own)) for bucket in buckets]
+            own, exp, left, buckets = part / PARTS, math.exp, 1.0, self._buckets
+            survivals = [left := left / (1.0 + exp(-buckets[evidence].log_odds - own)) for evidence in by_match(source, key[2], count)]
             found = self._promises[key] = Promise(survivals, sum(survivals))
         return found
 
@@ -172,7 +171,8 @@ class Survival:
     def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> float:
         """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too.
         -> tokens that they promised before."""
-        own, exp, buckets, left, promised = self._own.setdefault(request_id, {}) if chain else {}, math.exp, self._buckets_of(chain), 1.0, 0.0
+        own = self._own.setdefault(request_id, {}) if chain else {}
+        buckets, exp, left, promised = [self._buckets[evidence] for evidence in chain], math.exp, 1.0, 0.0
         for bucket in buckets:
             left /= 1.0 + exp(-(bucket.log_odds + own.get(bucket.source, 0.0)))
             promised += left
@@ -183,7 +183,7 @@ class Survival:
     def learn_tree(self, request_id: str, chain: Chain, parents: Sequence[int], path: Collection[int]) -> None:
         """The same of a tree; path: the numbers of the drafts that were accepted. Those that follow none of them say nothing."""
         own = self._own.setdefault(request_id, {})
-        for number, (bucket, parent) in enumerate(zip(self._buckets_of(chain), parents)):
+        for number, (bucket, parent) in enumerate(zip((self._buckets[evidence] for evidence in chain), parents)):
             if parent < 0 or parent in path:
                 self._add(own, bucket, 1.0 if number in path else 0.0, True)
 
