@@ -24,7 +24,7 @@ import torch.distributed as dist
 from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.errors import ConfigError, EngineError, ModelError
-from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
+from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard, listen
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
 from backend.rank_hello import Hello, describe_rank, describe_self, device_of_rank
@@ -96,6 +96,15 @@ def await_loaded(ranks: Ranks, device: torch.device) -> None:
     ranks.limit(timedelta(seconds=EXCHANGE_SECONDS))
 
 
+def open_store(host: str, port: int) -> dist.TCPStore:
+    """What the ranks meet by, at that address alone: the library by itself listens on all of the machine's, and asks nobody who he is. Raises
+    OSError, RuntimeError."""
+    with listen(host, port) as listener:
+        own = listener.getsockname()[1]
+        wait = timedelta(seconds=MEET_SECONDS)
+        return dist.TCPStore(host, own, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+
+
 class RanksDiffer(EngineError):
     """Ranks of one model have computed different things."""
 
@@ -134,7 +143,7 @@ class Group:
         board: Switchboard | None = None
         try:
             self.switchboard = board = Switchboard(host, self.size, self._note_lost)
-            self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
+            self._store = open_store(host, port)
         except (OSError, RuntimeError) as error:
             if board is not None:
                 board.close()

@@ -18,6 +18,8 @@ import pytest
 
 from backend import follower
 from backend.errors import ModelError
+from backend.follower import reach_store
+from backend.group import open_store
 from backend.parallel import lines
 from backend.parallel.lines import ORDERS, PLANS, SILENT, Orders, Switchboard, connect
 from backend.parallel.pulse import Pulse
@@ -70,6 +72,19 @@ def test_strangers_who_say_nothing_hold_up_nobody_for_long(monkeypatch: pytest.M
     assert all(board.wait_for(2, kind, 30) for kind in (ORDERS, PLANS))
     for each in (*strangers, *own, board):
         each.close()
+
+
+@pytest.mark.parametrize(("host", "other"), [(HOST, "127.0.0.2"), ("::1", HOST)])
+def test_ranks_meet_at_the_address_that_was_named_alone(host: str, other: str) -> None:
+    """The library's own listener would be at all of the machine's."""
+    store, board = open_store(host, 0), Switchboard(host, 2, lambda: None)
+    reach_store(host, store.port, 2).set("met", "there")
+    assert store.get("met") == b"there"
+    for port in (store.port, board.port):
+        socket.create_connection((host, port), timeout=30).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, port), timeout=30)
+    board.close()
 
 
 def test_nobody_is_listened_to_once_all_are_there(board: Switchboard) -> None:

@@ -121,14 +121,18 @@ def connect(host: str, port: int, rank: int, kind: str) -> Line:
     return line
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """At this address alone, of either family. port: 0 takes any. Raises OSError."""
+    return socket.create_server((host, port), family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
+
+
 class Switchboard:
     """Rank 0's ends. A thread for each rank's orders, and one that says that rank 0 lives and looks who else does."""
 
     def __init__(self, host: str, size: int, on_lost: Callable[[], None]) -> None:
         """host: address to listen on; on_lost: some rank is gone, see `lost`. Raises OSError."""
         self._size, self._on_lost = size, on_lost
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = listen(host, 0)
         self._is_listening = True
         self._greeted = threading.Semaphore(MAX_GREETED)
         self.port: int = self._listener.getsockname()[1]
