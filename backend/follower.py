@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import logging
@@ -30,7 +31,7 @@ from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_hello import describe_self
+from backend.rank_hello import describe_self, device_of_rank
 from backend.rank_processes import EXCHANGE_SECONDS, LOAD_SECONDS, MEET_SECONDS
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Worker
@@ -214,6 +215,8 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
             raise RuntimeError(f"rank 0 has ended: {lost[0]}")
 
     try:
+        if config.parallel_config.node_rank:
+            config = dataclasses.replace(config, device=device_of_rank(config, rank))
         ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None
         line, plan_line = meet(store, config, rank, host)
         plans = Plans(ring, rank, plan_line, line, check)

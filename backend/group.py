@@ -167,8 +167,8 @@ class Group:
                     why = str(self.explain(error)).splitlines()[0]
                     raise ModelError(f"tensor_parallel_size {self.size}: the ranks could not connect to each other: {why}") from error
                 self.ranks.limit(timedelta(seconds=LOAD_SECONDS))
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(why=str(error))
             raise
 
     # -- meeting --------------------------------------------------------------------------------------------------------
@@ -189,6 +189,7 @@ class Group:
         for rank in range(1, self.size):
             for kind in (ORDERS,) if rank < self._num_local else (ORDERS, PLANS):
                 while not self.switchboard.wait_for(rank, kind, LOOK_SECONDS):
+                    self._check_errors({rank})
                     self.check()
                     if time.monotonic() > end:
                         raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
@@ -199,6 +200,7 @@ class Group:
         """came: the ranks that have said theirs."""
         num_read = 0
         while missing := set(range(1, self.size)) - came:
+            self._check_errors(missing)
             self.check()
             lines = self._store.get("hello").decode().splitlines() if self._store.check(["hello"]) else []
             others = [Hello.read(line) for line in lines[num_read:]]
@@ -211,6 +213,12 @@ class Group:
                 ranks = ", ".join(map(str, sorted(missing)))
                 raise ModelError(f"rank {ranks} of {self.size} did not come within {MEET_SECONDS:.0f} s")
             time.sleep(0.01)
+
+    def _check_errors(self, ranks: set[int]) -> None:
+        """Raises ModelError when one of these, which have no connection yet, has said that it cannot come."""
+        for rank in sorted(ranks):
+            if self._store.check([f"error {rank}"]):
+                raise ModelError(f"rank {rank} of {self.size} has ended: {self._store.get(f'error {rank}').decode()}")
 
     # -- ranks that end ---------------------------------------------------------------------------------------------------
 
@@ -334,12 +342,14 @@ class Group:
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
-    def close(self, release: Callable[[], None] = lambda: None) -> None:
-        """Ends the other ranks. release: gives back what holds exchanges on this one."""
+    def close(self, release: Callable[[], None] = lambda: None, why: str = "") -> None:
+        """Ends the other ranks. release: gives back what holds exchanges on this one; why: it has failed, of which they are told."""
         if self._is_closed:
             return
         self._is_closed = True
         self.on_lost = lambda: None
+        if why:
+            self.switchboard.fail(why)
         try:
             self.check()  # where one is gone, what waits for the GPU might wait for it
             if self.ranks is not None:

@@ -170,6 +170,13 @@ class Switchboard:
         """Raises EngineError where the rank is gone."""
         self._send(rank, ORDERS, json.dumps(order).encode())
 
+    def fail(self, why: str) -> None:
+        """Tells the ranks that are there why rank 0 ends."""
+        for rank, kind in list(self._lines):
+            if kind == ORDERS:
+                with contextlib.suppress(EngineError):
+                    self.order(rank, {"do": "fail", "why": why})
+
     def send_words(self, rank: int, words: np.ndarray) -> None:
         """To a rank of another host. Raises EngineError where it is gone."""
         self._send(rank, PLANS, words.astype("<i4").tobytes())
@@ -286,10 +293,12 @@ class Orders(threading.Thread):
         """silence: seconds until a time for which rank 0's process has shown no sign of life by what needs no lock of Python's."""
         super().__init__(name="orders", daemon=True)
         self._line, self._silence, self._on_lost = line, silence, on_lost
-        self._handlers: dict[str, Callable[[Order], None]] = {"beat": lambda order: None, "watch": self._watch}
+        self._handlers: dict[str, Callable[[Order], None]] = {"beat": lambda order: None, "watch": self._watch, "fail": self._note_failure}
         self._early: list[Order] = []
         """That nobody can obey yet."""
         self._is_ending = False
+        self._failure = ""
+        """What rank 0 has said of its end."""
         self.poll: Callable[[], float] = lambda: BEAT_SECONDS
         """Looks at what is under way; seconds until it wants to again."""
         self._heard = time.monotonic()
@@ -324,6 +333,8 @@ class Orders(threading.Thread):
                     self._early.append(order)
                     self._heard = time.monotonic()
                     self._obey()
+                    if self._failure:
+                        raise ConnectionError(self._failure)
                 else:
                     silent = now - self._heard  # until then nothing had come, however late this thread runs
                     if self._is_gone(now, silent):
@@ -339,6 +350,9 @@ class Orders(threading.Thread):
 
     def _watch(self, order: Order) -> None:
         self._is_watching = True
+
+    def _note_failure(self, order: Order) -> None:
+        self._failure = str(order["why"])
 
     def _obey(self) -> None:
         early, self._early = self._early, []
