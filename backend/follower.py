@@ -158,9 +158,12 @@ class NotWanted(RuntimeError):
 
 
 def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:
-    """Says what this rank is, and hears whether it fits. Raises NotWanted with rank 0's words where it does not, or ConnectionError."""
+    """Says what this rank is, and hears whether it fits. Raises NotWanted with rank 0's words where it does not; ModelError, ConnectionError."""
     store.append("hello", describe_self(config, rank).write())  # type: ignore[attr-defined]
-    verdict = store.get("verdict").decode()
+    try:
+        verdict = store.get("verdict").decode()
+    except RuntimeError as error:  # the store goes with rank 0
+        raise ModelError(f"rank 0 has ended, or said nothing, before the ranks had met: {str(error).splitlines()[0]}") from None
     store.set(f"heard {rank}", "")
     if verdict:
         raise NotWanted(verdict)

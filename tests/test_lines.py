@@ -13,16 +13,20 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from backend import follower
+from backend.config import EngineConfig
 from backend.errors import ModelError
 from backend.follower import reach_store
 from backend.group import open_store
 from backend.parallel import lines
 from backend.parallel.lines import ORDERS, PLANS, SILENT, Orders, Switchboard, connect
 from backend.parallel.pulse import Pulse
+from tests.small import SMALL_MODEL
 
 HOST = "127.0.0.1"
 
@@ -72,6 +76,19 @@ def test_strangers_who_say_nothing_hold_up_nobody_for_long(monkeypatch: pytest.M
     assert all(board.wait_for(2, kind, 30) for kind in (ORDERS, PLANS))
     for each in (*strangers, *own, board):
         each.close()
+
+
+def test_rank_0_that_ends_before_the_ranks_have_met() -> None:
+    """No words of the library's alone."""
+    store: list[dist.TCPStore] = [open_store(HOST, 0)]
+    config = EngineConfig.from_dict({"model": str(SMALL_MODEL), "device": "cpu", "parallel_config": {"tensor_parallel_size": 2}})
+    other = reach_store(HOST, store[0].port, 2)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(follower.meet, other, config, 1, HOST)
+        await_true(lambda: store[0].check(["hello"]))
+        store.clear()
+        with pytest.raises(ModelError, match=r"rank 0 has ended, or said nothing, before the ranks had met: .*Connection was likely closed"):
+            meeting.result(30)
 
 
 @pytest.mark.parametrize(("host", "other"), [(HOST, "127.0.0.2"), ("::1", HOST)])

@@ -117,6 +117,29 @@ def test_four_ranks_whose_pages_run_out(llm_one: LLM, expected: list[list[list[i
     llm.close()
 
 
+def test_a_full_batch_over_four_ranks(tmp_path: Path) -> None:
+    """256 requests at once, half of whose clients leave early, in whatever order."""
+    make_model(Case("llama"), tmp_path)
+    answers: list[dict[int, list[int]]] = []
+    for size in (1, 4):
+        values = {"num_threads": 1, "kv_cache_memory": "16MiB", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+        with as_threads():
+            llm = LLM(str(tmp_path), parallel_config={"tensor_parallel_size": size}, max_batch_size=256, **values)
+        engine, found = llm.engine, {i: [] for i in range(256)}
+        for i in range(256):
+            params = SamplingParams(max_tokens=8 if i % 2 else 100, seed=i, ignore_eos=True)
+            engine.submit(random_tokens(4 + i % 9, i), params, lambda delta, own=found[i]: own.extend(delta.token_ids), request_id=str(i))
+        while engine.step():
+            if all(len(found[i]) == 8 for i in range(1, 256, 2)):
+                for i in range(0, 256, 2):
+                    engine.cancel(str(i))
+        engine.scheduler.check()
+        assert engine.scheduler.pool.num_held == 0
+        answers.append({i: own[:8] for i, own in found.items()})
+        llm.close()
+    assert answers[0] == answers[1] and all(len(own) == 8 for own in answers[0].values())
+
+
 def test_ranks_choose_a_share_of_the_rows(llm_one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests whose rows lie on several ranks, of all kinds: where one needs all rows, all of the step's go to all. Each has some of the
     embedding's columns, too."""
