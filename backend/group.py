@@ -167,6 +167,7 @@ class Group:
                     why = str(self.explain(error)).splitlines()[0]
                     raise ModelError(f"tensor_parallel_size {self.size}: the ranks could not connect to each other: {why}") from error
                 self.ranks.limit(timedelta(seconds=LOAD_SECONDS))
+                self.check()  # one that was lost before there were exchanges to abort would be waited for as long
         except BaseException as error:
             self.close(why=str(error))
             raise
