@@ -212,7 +212,8 @@ class Group:
             num_read = len(lines)
             if missing - came and time.monotonic() > end:
                 ranks = ", ".join(map(str, sorted(missing)))
-                raise ModelError(f"rank {ranks} of {self.size} did not come within {MEET_SECONDS:.0f} s")
+                place = f"{self.switchboard.address}, port {self._store.port}"
+                raise ModelError(f"rank {ranks} of {self.size} did not come to {place}, within {MEET_SECONDS:.0f} s")
             time.sleep(0.01)
 
     def _check_errors(self, ranks: set[int]) -> None:

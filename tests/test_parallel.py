@@ -22,6 +22,7 @@ import torch
 
 from backend import SamplingParams, follower
 from backend import engine as engine_module
+from backend import group as group_module
 from backend.config import EngineConfig
 from backend.core import Delta
 from backend.engine import Engine
@@ -419,6 +420,15 @@ def test_rank_0_hears_why_another_host_s_rank_cannot_come(
         with pytest.raises(ModelError, match=f"rank 1 of 2 has ended: {message}"):
             Group(EngineConfig.from_dict({"model": str(SMALL_MODEL), "parallel_config": place}))
         assert isinstance(ending.exception(30), ModelError | ConfigError)
+
+
+def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was waited for: a name may stand for an address that no other host reaches."""
+    monkeypatch.setattr(group_module, "MEET_SECONDS", 1.0)
+    (port,) = free_ports(1)
+    place = {"tensor_parallel_size": 3, "nnodes": 3, "master": f"localhost:{port}"}
+    with pytest.raises(ModelError, match=rf"rank 1, 2 of 3 did not come to (127\.0\.0\.1|::1), port {port}, within 1 s"):
+        Group(EngineConfig.from_dict({"model": str(SMALL_MODEL), "parallel_config": place}))
 
 
 def test_other_ranks_hear_why_rank_0_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,8 @@ class Switchboard:
         self._listener = listen(host, 0)
         self._is_listening = True
         self._greeted = threading.Semaphore(MAX_GREETED)
+        self.address: str = self._listener.getsockname()[0]
+        """That the name of the host stands for here: another host may have another one for it."""
         self.port: int = self._listener.getsockname()[1]
         self._lines: dict[tuple[int, str], Line] = {}
         self._has_changed = threading.Condition()
