@@ -252,7 +252,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
             worker.release()
             ranks.close()
     except Exception as error:
-        report({"error": f"{type(error).__name__}: {error}"})
+        report({"error": str(error) if isinstance(error, NotWanted) else f"{type(error).__name__}: {error}"})  # rank 0's words, or its own
         with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
             if not isinstance(error, NotWanted):  # another may be this rank
                 store.set(f"error {rank}", f"{type(error).__name__}: {error}")
