@@ -150,7 +150,8 @@ class EngineConfig(Section):
     """Keep the pages of finished requests, for those that begin alike."""
     num_threads: int | None = None
     """CPU threads of the engine, or of each rank, 1 to 1024; default: torch's choice, as far as the container's share of the machine's CPUs goes,
-    spread over the ranks of this host. Idle ones sleep after some 0.2 ms (GOMP_SPINCOUNT, where the environment does not set it)."""
+    spread over the ranks of this host; all ranks take as many as the one with the fewest. Idle ones sleep after some 0.2 ms (GOMP_SPINCOUNT, where
+    the environment does not set it)."""
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     max_forced_tokens: int = 8

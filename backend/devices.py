@@ -19,6 +19,7 @@ from backend.models.quantized_spec import FP8
 from kernels import ops
 from kernels._cpus import count_cpus
 from kernels._load import KernelError, check_device, device_stream
+from kernels._load_cpu import find_library, own_level
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,15 @@ def pick_device(config: EngineConfig) -> torch.device:
 def is_hidden() -> bool:
     """Whether the machine's GPUs are taken from this process, by CUDA's own variable: then there is none for it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+def describe_processor(device: torch.device) -> str:
+    """What the last bits of a sum depend on beside versions: what torch and this project's kernels were compiled for."""
+    if device.type == "cpu":
+        own = own_level() if find_library() is not None else "none"
+        return f"cpu ({torch.backends.cpu.get_cpu_capability()}, kernels of its own: {own})"
+    found = torch.cuda.get_device_properties(device)
+    return f"cuda (sm_{found.major}{found.minor} with {found.multi_processor_count} multiprocessors)"
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -138,9 +148,16 @@ SINGLE_THREAD_TOKENS = 8
 """At most, where the configuration says nothing."""
 
 
-def threads_for(config: EngineConfig, num_weights: int = 0) -> Callable[[int], contextlib.AbstractContextManager[None]]:
-    """CPU threads for a step of so many tokens. num_weights: that each is multiplied with; 0: few."""
-    num_threads = config.num_threads or max(1, min(torch.get_num_threads(), count_cpus()) // config.parallel_config.host_size)
+def count_threads(config: EngineConfig) -> int:
+    """CPU threads of this process, where nothing speaks for fewer."""
+    return config.num_threads or max(1, min(torch.get_num_threads(), count_cpus()) // config.parallel_config.host_size)
+
+
+def threads_for(
+    config: EngineConfig, num_weights: int = 0, num_threads: int | None = None
+) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """CPU threads for a step of so many tokens. num_weights: that each is multiplied with; 0: few; num_threads: at most; None: `count_threads`."""
+    num_threads = num_threads or count_threads(config)
     least = config.single_thread_tokens
     if least is None:
         least = min(SINGLE_THREAD_TOKENS, -(-THREADED_PRODUCTS // max(num_weights, 1)))

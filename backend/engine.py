@@ -72,12 +72,12 @@ class Engine:
                 self._group.on_lost = self._note_lost_rank
         except Exception as error:
             why = error if isinstance(error, (ConfigError, ModelError)) else self._explain(error)
-            self._close_group()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise ModelError(f"{config.model} does not fit the memory of {self._device}: {str(error).splitlines()[0]}") from None
+            if is_full := isinstance(error, torch.OutOfMemoryError):
+                why = ModelError(f"{config.model} does not fit the memory of {self._device}: {str(error).splitlines()[0]}")
+            self._close_group(why=str(why) or type(why).__name__)
             if why is error:
                 raise
-            raise ModelError(str(why)) from error
+            raise ModelError(str(why)) from (None if is_full else error)
         self.tokenizer, self.worker, self.drafters = parts.tokenizer, parts.worker, parts.drafters
         self.scheduler, self.planner = parts.scheduler, parts.planner
         is_wanted = config.async_scheduling
@@ -370,10 +370,10 @@ class Engine:
     def _explain(self, error: Exception) -> Exception:
         return error if self._group is None else self._group.explain(error)
 
-    def _close_group(self, release: Callable[[], None] = do_nothing) -> None:
+    def _close_group(self, release: Callable[[], None] = do_nothing, why: str = "") -> None:
         if self._group is not None:
             with on_stream(self._device):
-                self._group.close(release)
+                self._group.close(release, why)
 
     def _capture(self) -> bool:
         """One graph that steps went without, while nobody waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import logging
@@ -30,7 +31,7 @@ from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_hello import describe_self
+from backend.rank_hello import describe_self, device_of_rank
 from backend.rank_processes import EXCHANGE_SECONDS, LOAD_SECONDS, MEET_SECONDS
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Worker
@@ -157,9 +158,12 @@ class NotWanted(RuntimeError):
 
 
 def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:
-    """Says what this rank is, and hears whether it fits. Raises NotWanted with rank 0's words where it does not, or ConnectionError."""
+    """Says what this rank is, and hears whether it fits. Raises NotWanted with rank 0's words where it does not; ModelError, ConnectionError."""
     store.append("hello", describe_self(config, rank).write())  # type: ignore[attr-defined]
-    verdict = store.get("verdict").decode()
+    try:
+        verdict = store.get("verdict").decode()
+    except RuntimeError as error:  # the store goes with rank 0
+        raise ModelError(f"rank 0 has ended, or said nothing, before the ranks had met: {str(error).splitlines()[0]}") from None
     store.set(f"heard {rank}", "")
     if verdict:
         raise NotWanted(verdict)
@@ -214,6 +218,8 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
             raise RuntimeError(f"rank 0 has ended: {lost[0]}")
 
     try:
+        if config.parallel_config.node_rank:
+            config = dataclasses.replace(config, device=device_of_rank(config, rank))
         ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None
         line, plan_line = meet(store, config, rank, host)
         plans = Plans(ring, rank, plan_line, line, check)
@@ -246,7 +252,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
             worker.release()
             ranks.close()
     except Exception as error:
-        report({"error": f"{type(error).__name__}: {error}"})
+        report({"error": str(error) if isinstance(error, NotWanted) else f"{type(error).__name__}: {error}"})  # rank 0's words, or its own
         with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
             if not isinstance(error, NotWanted):  # another may be this rank
                 store.set(f"error {rank}", f"{type(error).__name__}: {error}")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.errors import ConfigError, EngineError, ModelError
-from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
+from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard, listen
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
 from backend.rank_hello import Hello, describe_rank, describe_self, device_of_rank
@@ -96,6 +96,15 @@ def await_loaded(ranks: Ranks, device: torch.device) -> None:
     ranks.limit(timedelta(seconds=EXCHANGE_SECONDS))
 
 
+def open_store(host: str, port: int) -> dist.TCPStore:
+    """What the ranks meet by, at that address alone: the library by itself listens on all of the machine's, and asks nobody who he is. Raises
+    OSError, RuntimeError."""
+    with listen(host, port) as listener:
+        own = listener.getsockname()[1]
+        wait = timedelta(seconds=MEET_SECONDS)
+        return dist.TCPStore(host, own, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())
+
+
 class RanksDiffer(EngineError):
     """Ranks of one model have computed different things."""
 
@@ -134,7 +143,7 @@ class Group:
         board: Switchboard | None = None
         try:
             self.switchboard = board = Switchboard(host, self.size, self._note_lost)
-            self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
+            self._store = open_store(host, port)
         except (OSError, RuntimeError) as error:
             if board is not None:
                 board.close()
@@ -158,8 +167,9 @@ class Group:
                     why = str(self.explain(error)).splitlines()[0]
                     raise ModelError(f"tensor_parallel_size {self.size}: the ranks could not connect to each other: {why}") from error
                 self.ranks.limit(timedelta(seconds=LOAD_SECONDS))
-        except BaseException:
-            self.close()
+                self.check()  # one that was lost before there were exchanges to abort would be waited for as long
+        except BaseException as error:
+            self.close(why=str(error))
             raise
 
     # -- meeting --------------------------------------------------------------------------------------------------------
@@ -180,6 +190,7 @@ class Group:
         for rank in range(1, self.size):
             for kind in (ORDERS,) if rank < self._num_local else (ORDERS, PLANS):
                 while not self.switchboard.wait_for(rank, kind, LOOK_SECONDS):
+                    self._check_errors({rank})
                     self.check()
                     if time.monotonic() > end:
                         raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
@@ -190,6 +201,7 @@ class Group:
         """came: the ranks that have said theirs."""
         num_read = 0
         while missing := set(range(1, self.size)) - came:
+            self._check_errors(missing)
             self.check()
             lines = self._store.get("hello").decode().splitlines() if self._store.check(["hello"]) else []
             others = [Hello.read(line) for line in lines[num_read:]]
@@ -200,8 +212,15 @@ class Group:
             num_read = len(lines)
             if missing - came and time.monotonic() > end:
                 ranks = ", ".join(map(str, sorted(missing)))
-                raise ModelError(f"rank {ranks} of {self.size} did not come within {MEET_SECONDS:.0f} s")
+                place = f"{self.switchboard.address}, port {self._store.port}"
+                raise ModelError(f"rank {ranks} of {self.size} did not come to {place}, within {MEET_SECONDS:.0f} s")
             time.sleep(0.01)
+
+    def _check_errors(self, ranks: set[int]) -> None:
+        """Raises ModelError when one of these, which have no connection yet, has said that it cannot come."""
+        for rank in sorted(ranks):
+            if self._store.check([f"error {rank}"]):
+                raise ModelError(f"rank {rank} of {self.size} has ended: {self._store.get(f'error {rank}').decode()}")
 
     # -- ranks that end ---------------------------------------------------------------------------------------------------
 
@@ -325,12 +344,14 @@ class Group:
 
     # -- the end ----------------------------------------------------------------------------------------------------------
 
-    def close(self, release: Callable[[], None] = lambda: None) -> None:
-        """Ends the other ranks. release: gives back what holds exchanges on this one."""
+    def close(self, release: Callable[[], None] = lambda: None, why: str = "") -> None:
+        """Ends the other ranks. release: gives back what holds exchanges on this one; why: it has failed, of which they are told."""
         if self._is_closed:
             return
         self._is_closed = True
         self.on_lost = lambda: None
+        if why:
+            self.switchboard.fail(why)
         try:
             self.check()  # where one is gone, what waits for the GPU might wait for it
             if self.ranks is not None:

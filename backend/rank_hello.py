@@ -13,14 +13,15 @@ import numpy as np
 import torch
 
 from backend.config import EngineConfig
+from backend.devices import describe_processor
 from backend.drafters import step_drafter_identity
 from backend.errors import ConfigError
 from backend.model_files import fingerprint
 from backend.token_map import token_map_digest
 from backend.version import VERSION
 
-OWN_KEYS = ("model", "device", "num_threads", "single_thread_tokens", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
-"""Of the configuration: what may differ from host to host. Of the memory the least counts."""
+OWN_KEYS = ("model", "device", "num_threads", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
+"""Of the configuration: what may differ from host to host. Of memory and threads the least counts."""
 OWN_SPECULATIVE_KEYS = ("model", "draft_token_map", "suffix_decoding_cache_path", "suffix_decoding_corpus")
 
 
@@ -29,7 +30,7 @@ def device_of_rank(config: EngineConfig, rank: int) -> str:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     number, parallel = config.device.partition(":")[2], config.parallel_config
-    # A host whose ranks only follow computes nothing in this process, and leaves the GPU alone.
+    # A rank of a host whose ranks only follow has no GPU yet when it asks.
     first = int(number) if number else torch.cuda.current_device() if torch.cuda.is_initialized() else 0
     if first + parallel.host_size > torch.cuda.device_count():
         of_all = f" on {parallel.nnodes} hosts" if parallel.nnodes > 1 else ""
@@ -66,6 +67,7 @@ def describe_self(config: EngineConfig, rank: int) -> Hello:
     own = dataclasses.asdict(config)
     values: dict[str, Any] = {
         "version": f"Foretoken {VERSION}, torch {torch.__version__}, numpy {np.__version__}, tokenizers {metadata.version('tokenizers')}",
+        "processor": describe_processor(torch.device(config.device if rank else device_of_rank(config, 0))),
         "checkpoint": fingerprint(config.model),
         "drafter": step_drafter_identity(config),
         "draft_token_map": token_map_digest(config.speculative_config.draft_token_map),
@@ -78,6 +80,8 @@ def describe_self(config: EngineConfig, rank: int) -> Hello:
 
 def describe_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int], ring: str | None, *, reports: bool = False) -> dict[str, Any]:
     """What a rank of this host is told (`backend.follower.run_rank`). ring: where plans come, on rank 0's own host; reports: it says how it fares."""
-    values = {**dataclasses.asdict(config), "device": device_of_rank(config, rank)}
+    values = dataclasses.asdict(config)
+    if not config.parallel_config.node_rank:  # others find their GPUs themselves: rank 0 is to hear where there are too few
+        values["device"] = device_of_rank(config, rank)
     host, port = meeting_place
     return {"config": values, "rank": rank, "host": host, "port": port, "ring": ring, "reports": reports, "parent": os.getpid()}

@@ -128,7 +128,19 @@ def split_keys(values: dict[str, Any]) -> tuple[ServeConfig, EngineConfig]:
     if unknown := set(rest) - known:
         key = sorted(unknown)[0]
         raise ConfigError(f"unknown key {key!r:.80}{nearest(key, known | SERVE_KEYS)}")
-    return ServeConfig.from_dict(own), EngineConfig.from_dict(rest)
+    config, engine = ServeConfig.from_dict(own), EngineConfig.from_dict(rest)
+    check_master_port(config, engine)
+    return config, engine
+
+
+def check_master_port(config: ServeConfig, engine: EngineConfig) -> None:
+    """Raises ConfigError where the ranks would take a port that the server listens on later: it waited for the other host first, and failed then."""
+    parallel = engine.parallel_config
+    if parallel.nnodes == 1 or parallel.node_rank:
+        return
+    for key in ("port", "http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise else [])):
+        if getattr(config, key) == parallel.meeting_place[1]:
+            raise ConfigError(f"parallel_config.master is {parallel.master}, and {key} is {getattr(config, key)}: ranks meet on a port of their own")
 
 
 def read_yaml(path: str) -> dict[str, Any]:

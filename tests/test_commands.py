@@ -470,6 +470,17 @@ def test_ports_beside_the_gateway_are_looked_at_before_it_starts(words: list[str
     assert message.format(**ports) in told.err and not told.out
 
 
+def test_ranks_meet_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Known before anything is started: the other host was waited for before the server failed to listen."""
+    words = ["serve", "--dry-run", "-tp", "2", "--nnodes", "2"]
+    for key, port in {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002, "status_port": 8003}.items():
+        assert main([*words, "--node-rank", "0", "--master", f"10.0.0.1:{port}"]) == 2
+        assert f"parallel_config.master is 10.0.0.1:{port}, and {key} is {port}: ranks meet on a port of their own" in capsys.readouterr().err
+    for more in (["--node-rank", "1", "--master", "10.0.0.1:8000"], ["--node-rank", "0", "--master", "10.0.0.1:8003", "--no-supervise"]):
+        _, engine = split_keys(serve_values(*words[2:], *more)[0])
+        assert engine.parallel_config.nnodes == 2
+
+
 @pytest.mark.parametrize("name", ["my repository", "it's", "a;b", "$HOME", "a(b)", "a&b", "a*"])
 def test_folders_that_would_be_commands_of_a_shell_are_refused(state: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The server starts its models' processes by one, without quotes: it waited for ever, or ran what the name says. Models may lie anywhere."""

@@ -13,14 +13,20 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from backend import follower
+from backend.config import EngineConfig
 from backend.errors import ModelError
+from backend.follower import reach_store
+from backend.group import open_store
 from backend.parallel import lines
-from backend.parallel.lines import ORDERS, PLANS, SILENT, Orders, Switchboard, connect
+from backend.parallel.lines import ORDERS, PLANS, SILENT, Orders, Switchboard, connect, listen
 from backend.parallel.pulse import Pulse
+from tests.small import SMALL_MODEL
 
 HOST = "127.0.0.1"
 
@@ -70,6 +76,36 @@ def test_strangers_who_say_nothing_hold_up_nobody_for_long(monkeypatch: pytest.M
     assert all(board.wait_for(2, kind, 30) for kind in (ORDERS, PLANS))
     for each in (*strangers, *own, board):
         each.close()
+
+
+def test_rank_0_that_ends_before_the_ranks_have_met() -> None:
+    """No words of the library's alone."""
+    store: list[dist.TCPStore] = [open_store(HOST, 0)]
+    config = EngineConfig.from_dict({"model": str(SMALL_MODEL), "device": "cpu", "parallel_config": {"tensor_parallel_size": 2}})
+    other = reach_store(HOST, store[0].port, 2)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(follower.meet, other, config, 1, HOST)
+        await_true(lambda: store[0].check(["hello"]))
+        store.clear()
+        with pytest.raises(ModelError, match=r"rank 0 has ended, or said nothing, before the ranks had met: .*Connection was likely closed"):
+            meeting.result(30)
+
+
+@pytest.mark.parametrize(("host", "other"), [(HOST, "127.0.0.2"), ("::1", HOST)])
+def test_ranks_meet_at_the_address_that_was_named_alone(host: str, other: str) -> None:
+    """The library's own listener would be at all of the machine's."""
+    try:
+        listen(host, 0).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no {host}: {error}")
+    store, board = open_store(host, 0), Switchboard(host, 2, lambda: None)
+    reach_store(host, store.port, 2).set("met", "there")
+    assert store.get("met") == b"there"
+    for port in (store.port, board.port):
+        socket.create_connection((host, port), timeout=30).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, port), timeout=30)
+    board.close()
 
 
 def test_nobody_is_listened_to_once_all_are_there(board: Switchboard) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import queue
+import re
 import signal
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,15 @@ import numpy as np
 import pytest
 import torch
 
-from backend import SamplingParams
+from backend import SamplingParams, follower
+from backend import engine as engine_module
+from backend import group as group_module
+from backend.config import EngineConfig
 from backend.core import Delta
-from backend.errors import ConfigError, EngineError
+from backend.engine import Engine
+from backend.errors import ConfigError, EngineError, ModelError
 from backend.follower import Steps
-from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, RanksDiffer, Verdicts, check_verdicts
+from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, Group, RanksDiffer, Verdicts, check_verdicts
 from backend.models import embedding
 from backend.models.embedding import Embedding, splits_embedding
 from backend.models.layers import Part, Weights
@@ -31,16 +38,18 @@ from backend.parallel import ranks as ranks_of
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
 from backend.quantization.dense import DenseLinear
+from backend.rank_hello import Hello, describe_rank, describe_self
 from backend.speculative_config import HEAD_METHODS
 from backend.step import program
 from backend.step.plan import StepPlan
 from backend.step.shared_rows import choose_own_rows
-from backend.step.worker import Begun, Launched, Results
+from backend.step.worker import Begun, Launched, Results, Worker
+from deploy.demo import free_ports
 from kernels import scattered
 from tests.conftest import code_prompts
 from tests.families import Case, make_model, random_tokens
 from tests.ranks import as_threads
-from tests.small import LLM, memory_of
+from tests.small import LLM, SMALL_MODEL, memory_of
 from tests.test_drawn_drafts import KINDS, Targets, make_drafter, make_targets
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import on_ranks
@@ -107,6 +116,29 @@ def test_four_ranks_whose_pages_run_out(llm_one: LLM, expected: list[list[list[i
     heads, of_all = engine.worker.model.heads, llm_one.engine.worker.model.heads
     assert (heads[0] * 4, heads[1] * 2) == (of_all[0], of_all[1])
     llm.close()
+
+
+def test_a_full_batch_over_four_ranks(tmp_path: Path) -> None:
+    """256 requests at once, half of whose clients leave early, in whatever order."""
+    make_model(Case("llama"), tmp_path)
+    answers: list[dict[int, list[int]]] = []
+    for size in (1, 4):
+        values = {"num_threads": 1, "kv_cache_memory": "16MiB", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+        with as_threads():
+            llm = LLM(str(tmp_path), parallel_config={"tensor_parallel_size": size}, max_batch_size=256, **values)
+        engine, found = llm.engine, {i: [] for i in range(256)}
+        for i in range(256):
+            params = SamplingParams(max_tokens=8 if i % 2 else 100, seed=i, ignore_eos=True)
+            engine.submit(random_tokens(4 + i % 9, i), params, lambda delta, own=found[i]: own.extend(delta.token_ids), request_id=str(i))
+        while engine.step():
+            if all(len(found[i]) == 8 for i in range(1, 256, 2)):
+                for i in range(0, 256, 2):
+                    engine.cancel(str(i))
+        engine.scheduler.check()
+        assert engine.scheduler.pool.num_held == 0
+        answers.append({i: own[:8] for i, own in found.items()})
+        llm.close()
+    assert answers[0] == answers[1] and all(len(own) == 8 for own in answers[0].values())
 
 
 def test_ranks_choose_a_share_of_the_rows(llm_one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +389,92 @@ def test_a_group_that_cannot_be_leaves_nothing_behind() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 3: .* does not divide by it"):
         LLM(tensor_parallel_size=3, num_threads=1)
     assert left() == before
+
+
+def missing_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return str(folder / "missing")
+
+
+def too_few_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def refuse(config: EngineConfig, rank: int) -> str:
+        raise ConfigError(f"this machine has 0 GPUs, and rank {rank} is on cuda:0")
+
+    monkeypatch.setattr(follower, "device_of_rank", refuse)
+    return str(SMALL_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("model_of", "message"),
+    [(missing_model, "ModelError: model folder .*missing does not exist"), (too_few_gpus, "ConfigError: this machine has 0 GPUs")],
+)
+def test_rank_0_hears_why_another_host_s_rank_cannot_come(
+    model_of: Callable[[Path, pytest.MonkeyPatch], str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and not that it did not come in time."""
+    (port,), model = free_ports(1), model_of(tmp_path, monkeypatch)
+    place = {"tensor_parallel_size": 2, "nnodes": 2, "master": f"127.0.0.1:{port}"}
+    config = EngineConfig.from_dict({"model": model, "parallel_config": {**place, "node_rank": 1}})
+    spec = describe_rank(config, 1, config.parallel_config.meeting_place, None, reports=True)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(follower.run_rank, spec, lambda report: None, lambda why: None)
+        with pytest.raises(ModelError, match=f"rank 1 of 2 has ended: {message}"):
+            Group(EngineConfig.from_dict({"model": str(SMALL_MODEL), "parallel_config": place}))
+        assert isinstance(ending.exception(30), ModelError | ConfigError)
+
+
+def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was waited for: a name may stand for an address that no other host reaches."""
+    monkeypatch.setattr(group_module, "MEET_SECONDS", 1.0)
+    (port,) = free_ports(1)
+    place = {"tensor_parallel_size": 3, "nnodes": 3, "master": f"localhost:{port}"}
+    with pytest.raises(ModelError, match=rf"rank 1, 2 of 3 did not come to (127\.0\.0\.1|::1), port {port}, within 1 s"):
+        Group(EngineConfig.from_dict({"model": str(SMALL_MODEL), "parallel_config": place}))
+
+
+def test_other_ranks_hear_why_rank_0_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = queue.Queue[str]()
+
+    def refuse(*arguments: Any) -> None:
+        raise ModelError("no room for rank 0's part")
+
+    def start(rank: int, spec: dict[str, Any]) -> None:
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                follower.run_rank(spec, lambda report: None, reasons.put)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    monkeypatch.setattr(engine_module, "load_parts", refuse)
+    config = EngineConfig.from_dict({"model": str(SMALL_MODEL), "num_threads": 1, "parallel_config": {"tensor_parallel_size": 2}})
+    with pytest.raises(ModelError, match=r"^no room for rank 0's part$"):
+        Engine(config, greet=start)
+    assert reasons.get(timeout=30) == "rank 0: no room for rank 0's part"
+
+
+def test_ranks_say_what_they_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last bits of a sum depend on it, and some sums every rank makes by itself. Of threads all take as many as the rank with the fewest."""
+
+    def describe(rank: int, **values: Any) -> Hello:
+        return describe_self(EngineConfig.from_dict({"model": str(SMALL_MODEL), "device": "cpu", **values}), rank)
+
+    own = describe(0)
+    assert not own.differences(describe(1, num_threads=3))
+    assert own.differences(describe(1, single_thread_tokens=3)) == "single_thread_tokens None on rank 0, 3 on rank 1"
+    monkeypatch.setenv("FORETOKEN_CPU_KERNELS", "0")
+    found = re.fullmatch(r"processor cpu \(.*\) on rank 0, cpu \(.*, kernels of its own: none\) on rank 1", own.differences(describe(1)))
+    assert found, "kernels in torch add up in another order"
+
+
+def test_ranks_compute_with_as_many_threads(tmp_path: Path) -> None:
+    make_model(Case("llama"), tmp_path)
+
+    def count(ranks: Ranks) -> Worker:
+        values = {"model": str(tmp_path), "device": "cpu", "kv_cache_memory": "1MiB", "num_threads": 3 - ranks.rank}
+        return Worker(EngineConfig.from_dict(values | {"parallel_config": {"tensor_parallel_size": 2}}), ranks)
+
+    for worker in on_ranks(2, count):
+        with worker._threads_for(10_000):
+            assert torch.get_num_threads() == 2
 
 
 def followers() -> list[int]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,23 @@ def test_rank_0_that_ends_leaves_nobody_waiting(pair):
     assert "[UNAVAILABLE] request 'held': rank 0 has ended" in str(held.sender.finish()[-1].error())
     pair.instance.execute([late])
     assert "[UNAVAILABLE] request 'late': rank 0 has ended" in late.sender.message()
+
+
+def test_a_rank_hears_why_rank_0_has_no_use_for_it(adapter, tmp_path):
+    """Also where its reader is done before `close` goes on."""
+    relay, rank_instance = (importlib.import_module(f"backend.adapters.{name}") for name in ("relay", "rank_instance"))
+    own = relay.RequestRelay(tmp_path / "relay")
+    own._can_take.set = lambda: (time.sleep(0.2), threading.Event.set(own._can_take))
+
+    def close() -> None:
+        assert wait_until(lambda: any(line.rank for line in own._lines), 30)
+        own.close("there are too few GPUs")
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    with pytest.raises(ModelError, match="rank 1: rank 0 has ended: there are too few GPUs"):
+        rank_instance.RankInstance(1, tmp_path / "relay", lambda *arguments: None, 30.0)
+    closing.join()
 
 
 def test_clients_hear_which_rank_it_was_that_ended(pair, monkeypatch):

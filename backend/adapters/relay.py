@@ -196,7 +196,8 @@ class RequestRelay:
             rank = line.rank = unpack(line.connection.recv_bytes())[0]["rank"]
             with self._has_greeting:
                 self._has_greeting.wait_for(lambda: rank in self._greeting or self._is_closed)
-                line.put(self._greeting.get(rank))
+                if (greeting := self._greeting.get(rank)) is not None:  # else it is told why by `close`
+                    line.put(greeting)
             self._can_take.wait()
             while not self._is_closed:
                 head, arrays = unpack(line.connection.recv_bytes())
@@ -215,7 +216,8 @@ class RequestRelay:
                 sender.is_gone = True
         finally:
             line.is_over = True
-            line.put(None)
+            if not self._is_closed:  # else `close` says what is the last
+                line.put(None)
 
 
 def _peer_of(connection: Connection[bytes, bytes]) -> int:

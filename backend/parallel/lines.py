@@ -121,16 +121,22 @@ def connect(host: str, port: int, rank: int, kind: str) -> Line:
     return line
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """At this address alone, of either family. port: 0 takes any. Raises OSError."""
+    return socket.create_server((host, port), family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
+
+
 class Switchboard:
     """Rank 0's ends. A thread for each rank's orders, and one that says that rank 0 lives and looks who else does."""
 
     def __init__(self, host: str, size: int, on_lost: Callable[[], None]) -> None:
         """host: address to listen on; on_lost: some rank is gone, see `lost`. Raises OSError."""
         self._size, self._on_lost = size, on_lost
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = listen(host, 0)
         self._is_listening = True
         self._greeted = threading.Semaphore(MAX_GREETED)
+        self.address: str = self._listener.getsockname()[0]
+        """That the name of the host stands for here: another host may have another one for it."""
         self.port: int = self._listener.getsockname()[1]
         self._lines: dict[tuple[int, str], Line] = {}
         self._has_changed = threading.Condition()
@@ -165,6 +171,13 @@ class Switchboard:
     def order(self, rank: int, order: Order) -> None:
         """Raises EngineError where the rank is gone."""
         self._send(rank, ORDERS, json.dumps(order).encode())
+
+    def fail(self, why: str) -> None:
+        """Tells the ranks that are there why rank 0 ends."""
+        for rank, kind in list(self._lines):
+            if kind == ORDERS:
+                with contextlib.suppress(EngineError):
+                    self.order(rank, {"do": "fail", "why": why})
 
     def send_words(self, rank: int, words: np.ndarray) -> None:
         """To a rank of another host. Raises EngineError where it is gone."""
@@ -282,10 +295,12 @@ class Orders(threading.Thread):
         """silence: seconds until a time for which rank 0's process has shown no sign of life by what needs no lock of Python's."""
         super().__init__(name="orders", daemon=True)
         self._line, self._silence, self._on_lost = line, silence, on_lost
-        self._handlers: dict[str, Callable[[Order], None]] = {"beat": lambda order: None, "watch": self._watch}
+        self._handlers: dict[str, Callable[[Order], None]] = {"beat": lambda order: None, "watch": self._watch, "fail": self._note_failure}
         self._early: list[Order] = []
         """That nobody can obey yet."""
         self._is_ending = False
+        self._failure = ""
+        """What rank 0 has said of its end."""
         self.poll: Callable[[], float] = lambda: BEAT_SECONDS
         """Looks at what is under way; seconds until it wants to again."""
         self._heard = time.monotonic()
@@ -320,6 +335,8 @@ class Orders(threading.Thread):
                     self._early.append(order)
                     self._heard = time.monotonic()
                     self._obey()
+                    if self._failure:
+                        raise ConnectionError(self._failure)
                 else:
                     silent = now - self._heard  # until then nothing had come, however late this thread runs
                     if self._is_gone(now, silent):
@@ -335,6 +352,9 @@ class Orders(threading.Thread):
 
     def _watch(self, order: Order) -> None:
         self._is_watching = True
+
+    def _note_failure(self, order: Order) -> None:
+        self._failure = str(order["why"])
 
     def _obey(self) -> None:
         early, self._early = self._early, []

@@ -12,7 +12,7 @@ import torch
 
 from backend.config import EngineConfig
 from backend.core import Outcome, Speculation
-from backend.devices import cpu_threads, pick_cache_dtype, pick_device, pick_dtype, threads_for
+from backend.devices import count_threads, cpu_threads, pick_cache_dtype, pick_device, pick_dtype, threads_for
 from backend.drafters import Placement, find_place, load_step_drafter, make_placements, step_drafter_identity, tap_width
 from backend.drafters.protocol import HIDDEN
 from backend.kv_store import CacheSpec, KvStore
@@ -105,11 +105,13 @@ class Worker:
         """Of the target's keys and values."""
         # Ranks that stop at different drafts, for the last bits of a sum, would wait for one another.
         self._stops_early = self.device.type == "cpu" and ranks.size == 1
+        num_threads = count_threads(config)
         # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
         with cpu_threads(1):
             self._load(config, ranks)
-        self._threads_for = threads_for(config, self.model.num_multiplied)
+        # The last bits of a sum depend on how many there are, and some sums every rank makes by itself: a router's, a whole drafter's.
+        self._threads_for = threads_for(config, self.model.num_multiplied, ranks.least(num_threads, self.device))
 
     def _load(self, config: EngineConfig, ranks: Ranks) -> None:
         self.model: Model = load_model(
