@@ -46,8 +46,9 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
         raise RecordError(str(error)) from None
 
 
-def check_done(message: Message, request: Request, vocab_size: int) -> None:
-    """Raises RecordError naming what cannot be in the hand-off of this request's prompt."""
+def check_done(message: Message, request: Request, vocab_size: int, num_pages: int, page_bytes: int) -> None:
+    """Raises RecordError naming what cannot be in the hand-off of this request's prompt, which takes num_pages: nothing comes after it, and pages
+    that it leaves out would be waited for."""
     if message.hand_off is None:
         raise RecordError("a prompt is done and nothing is handed over")
     outcome, sources = message.hand_off.outcome, message.hand_off.sources
@@ -65,8 +66,11 @@ def check_done(message: Message, request: Request, vocab_size: int) -> None:
     _check_parents(outcome.next_parents, len(outcome.next_drafts) if request.speculation.num_nodes else 0)
     _check_integer("num_drafter_tokens", outcome.num_drafter_tokens, 0, len(request.prompt_token_ids) + 1)
     _check_scores(outcome.scores, request.params.logprobs is not None, vocab_size)
+    if (come := message.first_page + len(message.page_ids)) < num_pages:
+        raise RecordError(f"{come} pages of the prompt came; it takes {num_pages}")
     count, width = message.probs_shape
-    if not 0 <= count <= len(outcome.next_drafts) or width != (vocab_size if count else 0) or bool(count) != bool(message.probs_pages):
+    num_wanted = -(-count * width * 4 // page_bytes)
+    if not 0 <= count <= len(outcome.next_drafts) or width != (vocab_size if count else 0) or len(message.probs_pages) != num_wanted:
         raise RecordError(
             f"distributions of {[count, width]} numbers came in {len(message.probs_pages)} pages, for {len(outcome.next_drafts)} drafts"
         )
