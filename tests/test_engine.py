@@ -358,6 +358,7 @@ class TestRefusals:
             ("x", {"max_tokens": 2049}, "max_tokens is 2049; the context holds 2048 tokens, the prompt's among them"),
             ("x", {"logit_bias": {5000: 1.0}}, "logit_bias names token 5000"),
             ("x", {"stop_token_ids": (9999,)}, "stop_token_ids names token 9999"),
+            ("x", {"bad_words": ("a", "9" * 300)}, "bad_words: '9+ has 30[01] tokens; the limit is 128"),
         ],
     )
     def test_request(self, llm_ngram, prompt, params, message):

@@ -10,7 +10,7 @@ from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
 from backend.grammar.thinking import OPENS, THINKING
-from backend.sampling_params import MAX_COMPLETIONS, MAX_SEED
+from backend.sampling_params import MAX_BAD_WORD_TOKENS, MAX_COMPLETIONS, MAX_SEED
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.scores import score_width
 from backend.trees import MAX_DEPTH
@@ -30,6 +30,7 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
     if len(request.bad_word_ids) > MAX_WORDS:
         raise RecordError(f"a job has {len(request.bad_word_ids)} bad words; the limit is {MAX_WORDS}")
     for ids in request.bad_word_ids:
+        _check_integer("the length of a bad word", len(ids), 1, MAX_BAD_WORD_TOKENS)
         _check_ids("bad_word_ids", ids, vocab_size)
     _check_integer("num_cached_pages", job.num_cached_pages, 0, len(request.prompt_token_ids) // page_size)
     _check_integer("state", job.state, OPENS, THINKING)
