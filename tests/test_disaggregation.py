@@ -302,6 +302,8 @@ def test_messages_that_cannot_be(change: dict[str, Any]) -> None:
         ({"stop_ids": frozenset({"x"})}, "stop_ids has token 'x'"),
         ({"stop_ids": frozenset({None})}, "stop_ids has token None"),
         ({"bad_word_ids": ((1, 200),)}, "bad_word_ids has token 200"),
+        ({"stop_ids": frozenset(range(513))}, "a job has 513 stop_ids; the limit is 512"),
+        ({"bad_word_ids": ((1,),) * 513}, "a job has 513 bad words; the limit is 512"),
         ({"bad_word_ids": ((1, 2), (1,) * 129)}, "the length of a bad word is 129; an integer from 1 to 128 is needed"),
         ({"seed": "7"}, "seed is '7'"),
         ({"seed": 2**64 + 64}, "seed is 18446744073709551680"),

@@ -10,12 +10,14 @@ from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
 from backend.grammar.thinking import OPENS, THINKING
-from backend.sampling_params import MAX_BAD_WORD_TOKENS, MAX_COMPLETIONS, MAX_SEED
+from backend.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_COMPLETIONS, MAX_SEED
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.scores import score_width
 from backend.trees import MAX_DEPTH
+from kernels.structs import MAX_BANNED
 
-MAX_WORDS = 4096
+MAX_WORDS = 2 * MAX_BAD_WORDS
+"""Each is spelled at the start of a word, and inside one."""
 MAX_INTEGER = 2**63
 
 
@@ -26,6 +28,8 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
         raise RecordError("a job has no prompt")
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
     _check_ids("logit_bias", request.params.logit_bias, vocab_size)
+    if len(request.stop_ids) > MAX_BANNED:
+        raise RecordError(f"a job has {len(request.stop_ids)} stop_ids; the limit is {MAX_BANNED}")
     _check_ids("stop_ids", request.stop_ids, vocab_size)
     if len(request.bad_word_ids) > MAX_WORDS:
         raise RecordError(f"a job has {len(request.bad_word_ids)} bad words; the limit is {MAX_WORDS}")
