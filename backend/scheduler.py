@@ -18,6 +18,9 @@ from backend.fetches import Fetches
 from backend.pages import PagePool
 from backend.prefix_cache import PrefixCache, RequestPages
 
+MAX_ENDED_WAITING = 64
+"""Requests that ended while they waited, and are in the queue still, beside twice those that are open."""
+
 
 def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
     """The part of an emitted span that counts, and why the request ends there (None: it goes on).
@@ -150,7 +153,10 @@ class Scheduler:
             self._queue(self.fetches.end(request))
             if request in self._ready:
                 self._ready.remove(request)
-        # Any other one that waits holds nothing; its queue entry is dropped when it comes up.
+        # Any other one that waits holds nothing; its queue entry is dropped when it comes up, or with many others: it may never come up.
+        elif len(self._waiting) > 2 * len(self._requests) + MAX_ENDED_WAITING:
+            self._waiting = [entry for entry in self._waiting if self._requests.get(entry[2].request_id) is entry[2]]
+            heapq.heapify(self._waiting)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

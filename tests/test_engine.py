@@ -11,9 +11,11 @@ import tokenizers
 import torch
 
 from backend import SamplingParams, open_requests, planner
-from backend.core import Delta
+from backend import scheduler as scheduling
+from backend.core import Delta, Request
 from backend.errors import CapacityError, ConfigError, EngineError, InternalError, ModelError, RequestError
 from backend.models.inspection import Load, inspect
+from backend.scheduler import Scheduler
 from backend.step.worker import Launched
 from deploy.launcher import check_model as check_launch
 from tests.conftest import code_prompts, greedy
@@ -316,6 +318,30 @@ def test_what_is_cancelled_is_gone_before_the_next_step(llm_ngram, prompts):
     steps = metrics.steps
     engine.step()
     assert metrics.steps == steps and engine.scheduler.pool.num_held == 0
+
+
+def test_requests_that_end_while_they_wait_are_not_kept(monkeypatch) -> None:
+    """Those before them may wait for as long as the server is full; each one's prompt would stay. Nobody loses the place."""
+    monkeypatch.setattr(scheduling, "MAX_ENDED_WAITING", 4)
+    sizes = {"num_pages": 16, "page_size": 4, "max_batch_size": 1, "max_num_batched_tokens": 64, "max_model_len": 64, "max_waiting": 4}
+    own = Scheduler(**sizes)
+
+    def add(name: str, priority: int = 0) -> Request:
+        own.add(request := Request(name, [1, 2, 3], greedy(50), priority=priority))
+        return request
+
+    running, *waiting = add("running"), add("last", 2), add("third", 1), add("second")
+    for number in range(100):
+        own.launch(own.schedule().entries)
+        ended = add(str(number), number % 4)
+        own.finish(ended)
+        assert len(own._waiting) <= 2 * own.num_open + 4 + 1
+    own.finish(running)
+    for request in reversed(waiting):
+        assert [entry.request for entry in own.schedule().entries] == [request]
+        own.finish(request)
+    assert not own.num_open and own.pool.num_held == 0
+    own.check()
 
 
 def test_the_end_before_a_prompts_end_has_no_logprobs(llm_ngram, prompts):
