@@ -16,7 +16,7 @@ from backend.core import Batch, FinishReason, Request, Scheduled
 from backend.errors import CapacityError, RequestError
 from backend.fetches import Fetches
 from backend.pages import PagePool
-from backend.prefix_cache import PrefixCache, RequestPages
+from backend.prefix_cache import Match, PrefixCache, RequestPages
 
 MAX_ENDED_WAITING = 64
 """Requests that ended while they waited, and are in the queue still, beside twice those that are open."""
@@ -74,6 +74,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self.fetches = Fetches(self.pool, self.prefix_cache, self._num_fetched_pages)
+        self._lack: tuple[Request, int, bytes] | None = None
+        """Who was refused pages last, how many there were, and the hash of the first page that was not found: until there are more, that page is, or
+        another request was given some, nothing else comes of asking again, which would take a look at each page of the prompt."""
         self._ready: list[Request] = []
         """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
         self.on_run: Callable[[Request], None] = lambda request: None
@@ -294,6 +297,7 @@ class Scheduler:
             if request.is_remote:
                 if len(self.fetches) >= self.max_batch_size or not self.fetches.start(request):
                     break
+                self._lack = None
                 if request.is_remote:
                     batch.fetches.append(heapq.heappop(self._waiting)[2])
                     continue
@@ -345,27 +349,30 @@ class Scheduler:
 
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""
-        match = None
+        if self._lack is not None and self._lack[0] is request:
+            _, num_available, key = self._lack
+            if self.pool.num_available <= num_available and (self.prefix_cache is None or key not in self.prefix_cache):
+                return False
+        match = Match()
         if self.prefix_cache is not None and not request.scores_prompt:
-            match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1)
-            for page in match.page_ids:
-                self.pool.share(page)
-            request.page_ids = list(match.page_ids)
-        # The page to copy may be given out by this very call: the worker reads all sources before it writes anything.
+            match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1, request.prompt_hashes)
         wanted = min(len(request.token_ids) + self._num_tokens_after_step, self.max_model_len, self.pool.num_pages * self.pool.page_size)
-        pages = self.pool.allocate(self.pool.pages_for(wanted) - len(request.page_ids))
-        if pages is None:
-            for page in reversed(request.page_ids):
-                self.pool.release(page)
-            request.page_ids = []
+        count = self.pool.pages_for(wanted) - len(match.page_ids)
+        if not self.pool.can_take(match.page_ids, count):
+            following = request.prompt_hashes[len(match.page_ids) :]
+            self._lack = request, self.pool.num_available, following[0] if following else b""
             return False
-        request.page_ids += pages
+        self._lack = None
+        for page in match.page_ids:
+            self.pool.share(page)
+        # The page to copy may be given out by this very call: the worker reads all sources before it writes anything.
+        pages = self.pool.allocate(count)
+        assert pages is not None
+        request.page_ids, request.page_hashes = match.page_ids + pages, match.page_hashes
         batch.fresh_pages += pages
-        if match is not None:
-            request.page_hashes = list(match.page_hashes)
-            request.num_computed_tokens = len(match.page_ids) * self.pool.page_size + match.num_copied
-            if match.copy_from >= 0:
-                batch.page_copies.append((match.copy_from, pages[0], match.num_copied))
+        request.num_computed_tokens = len(match.page_ids) * self.pool.page_size + match.num_copied
+        if match.copy_from >= 0:
+            batch.page_copies.append((match.copy_from, pages[0], match.num_copied))
         if request.num_preemptions == 0 and request.num_output_tokens == 0:
             self._count_prompt(request)
         return True

@@ -344,6 +344,37 @@ def test_requests_that_end_while_they_wait_are_not_kept(monkeypatch) -> None:
     own.check()
 
 
+def test_who_waits_for_pages_is_looked_at_when_there_may_be_some(monkeypatch) -> None:
+    """Not in each step, page by page of its prompt. It starts once pages are free, or enough of its own are another's, too."""
+    own = Scheduler(num_pages=10, page_size=4, max_batch_size=4, max_num_batched_tokens=16, max_model_len=64, max_waiting=4)
+    looks, match = [], own.prefix_cache.match
+    monkeypatch.setattr(own.prefix_cache, "match", lambda token_ids, *rest: looks.append(token_ids[-1]) or match(token_ids, *rest))
+
+    def step() -> list[str]:
+        batch = own.schedule()
+        own.launch(batch.entries)
+        for entry in batch.entries:
+            if entry.emits:
+                own.commit(entry, [5])
+        own.check()
+        return [entry.request.request_id for entry in batch.entries]
+
+    shared = list(range(10, 40))
+    requests = {name: Request(name, prompt, greedy(20)) for name, prompt in (("first", shared), ("second", [*shared, 1, 1, 1]), ("other", [2] * 33))}
+    for request in requests.values():
+        own.add(request)
+    assert [step() for _ in range(2)] == [["first"]] * 2 and looks == [39, 1], "four of nine pages are there, and two more are free"
+    assert step() == ["first", "second"] and looks == [39, 1, 1, 2], "seven of them are there"
+    assert step() == ["first", "second"] and len(looks) == 4
+    own.finish(requests["first"])
+    assert step() == ["second"] and len(looks) == 5, "one page is free"
+    assert step() == ["second"] and len(looks) == 5
+    own.finish(requests["second"])
+    assert step() == ["other"]
+    own.finish(requests["other"])
+    assert own.pool.num_held == 0
+
+
 def test_the_end_before_a_prompts_end_has_no_logprobs(llm_ngram, prompts):
     engine, deltas = llm_ngram.engine, []
     ids = [i for p in prompts[:8] for i in p][:1200]
