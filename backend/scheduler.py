@@ -76,7 +76,7 @@ class Scheduler:
         self.fetches = Fetches(self.pool, self.prefix_cache, self._num_fetched_pages)
         self._lack: tuple[Request, int, bytes] | None = None
         """Who was refused pages last, how many there were, and the hash of the first page that was not found: until there are more, that page is, or
-        another request was given some, nothing else comes of asking again, which would take a look at each page of the prompt."""
+        another request was given some, nothing else comes of asking again."""
         self._ready: list[Request] = []
         """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
         self.on_run: Callable[[Request], None] = lambda request: None
@@ -294,21 +294,41 @@ class Scheduler:
             if request.is_remote and self.fetches.park(request):
                 heapq.heappop(self._waiting)
                 continue
+            if self._lacks_pages(request):
+                break
             if request.is_remote:
-                if len(self.fetches) >= self.max_batch_size or not self.fetches.start(request):
+                if len(self.fetches) >= self.max_batch_size:
+                    break
+                if not self.fetches.start(request):
+                    self._note_lack(request)
                     break
                 self._lack = None
                 if request.is_remote:
                     batch.fetches.append(heapq.heappop(self._waiting)[2])
                     continue
-            if budget <= 0 or len(self.running) >= self.max_batch_size or not self._start(request, batch):
+            if budget <= 0 or len(self.running) >= self.max_batch_size:
                 break
+            if not self._start(request, batch):
+                self._note_lack(request)
+                break
+            self._lack = None
             heapq.heappop(self._waiting)
             self._run(request)
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
             assert len(request.page_ids) * self.pool.page_size >= request.num_computed_tokens + chunk
             budget -= chunk
             batch.entries.append(self._chunk(request, chunk))
+
+    def _note_lack(self, request: Request) -> None:
+        cache = self.prefix_cache
+        key = b"" if cache is None else next((key for key in request.prompt_hashes if key not in cache), b"")
+        self._lack = request, self.pool.num_available, key
+
+    def _lacks_pages(self, request: Request) -> bool:
+        """For certain, without a look at each page of its prompt."""
+        if self._lack is None or self._lack[0] is not request or self.pool.num_available > self._lack[1]:
+            return False
+        return self.prefix_cache is None or self._lack[2] not in self.prefix_cache
 
     def _run(self, request: Request) -> None:
         bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
@@ -349,20 +369,13 @@ class Scheduler:
 
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""
-        if self._lack is not None and self._lack[0] is request:
-            _, num_available, key = self._lack
-            if self.pool.num_available <= num_available and (self.prefix_cache is None or key not in self.prefix_cache):
-                return False
         match = Match()
         if self.prefix_cache is not None and not request.scores_prompt:
             match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1, request.prompt_hashes)
         wanted = min(len(request.token_ids) + self._num_tokens_after_step, self.max_model_len, self.pool.num_pages * self.pool.page_size)
         count = self.pool.pages_for(wanted) - len(match.page_ids)
         if not self.pool.can_take(match.page_ids, count):
-            following = request.prompt_hashes[len(match.page_ids) :]
-            self._lack = request, self.pool.num_available, following[0] if following else b""
             return False
-        self._lack = None
         for page in match.page_ids:
             self.pool.share(page)
         # The page to copy may be given out by this very call: the worker reads all sources before it writes anything.
