@@ -147,7 +147,7 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the leading full pages that are registered in the prefix cache."""
     prompt_hashes: list[bytes] = field(default_factory=list)
-    """Those of the prompt's full pages, where somebody has computed them beforehand."""
+    """Those of its leading full pages, as far as somebody has computed them."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     is_prefill_only: bool = False
     """It ends here with its prompt: another node goes on with it."""

@@ -35,18 +35,20 @@ class Fetches:
         A prompt that is cached but for little is not remote any more, and gets none.
         """
         size, num_tokens = self._pool.page_size, len(request.token_ids)
-        match = Match() if self._prefix_cache is None else self._prefix_cache.match(request.token_ids, num_tokens - 1)
+        match = Match()
+        if self._prefix_cache is not None:
+            match = self._prefix_cache.match(request.token_ids, num_tokens - 1, request.prompt_hashes)
         usable = self.count_usable(request, match.page_ids)
         if num_tokens - usable * size < self.min_tokens:
             request.is_remote = False
             return True
+        count = self._count_pages(request) - usable
+        if not self._pool.can_take(match.page_ids[:usable], count):
+            return False
         for page in match.page_ids[:usable]:
             self._pool.share(page)
-        pages = self._pool.allocate(self._count_pages(request) - usable)
-        if pages is None:
-            for page in reversed(match.page_ids[:usable]):
-                self._pool.release(page)
-            return False
+        pages = self._pool.allocate(count)
+        assert pages is not None
         request.page_ids, request.page_hashes = match.page_ids[:usable] + pages, match.page_hashes[:usable]
         request.num_computed_tokens = usable * size
         self._requests[request.request_id] = request

@@ -16,7 +16,7 @@ from backend.final_message import CONTINUE_FINAL_MESSAGE
 from backend.grammar import Grammars, Matcher
 from backend.grammar.endless import is_endless
 from backend.grammar.thinking import FORM, MAY_THINK, THINKING
-from backend.sampling_params import SamplingParams
+from backend.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 from backend.thought import THINK, THOUGHT
@@ -250,6 +250,8 @@ class Intake:
         check_unicode(word, "bad_words")
         found = self._tokenizer.encode_bad_word(word)
         for token_ids in found:
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(f"bad_words: {word!r:.50} has {len(token_ids)} tokens; the limit is {MAX_BAD_WORD_TOKENS}")
             self._check_embedded(token_ids, f"bad_words: {word!r:.50}")
         return found
 

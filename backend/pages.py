@@ -51,6 +51,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def can_take(self, page_ids: Sequence[int], count: int) -> bool:
+        """Whether there would be `count` pages to allocate once these, held or cached, had one holder more."""
+        return count <= self.num_available and count + sum(not self._counts[page] for page in page_ids) <= self.num_available
+
     def share(self, page: int) -> None:
         """One more holder of a held or cached page."""
         if self._counts[page] == 0:

@@ -65,18 +65,27 @@ class PrefixCache:
         self._children: dict[bytes, OrderedDict[int, None]] = {}
         pool.on_evict = self._forget
 
-    def match(self, token_ids: Sequence[int], limit: int) -> Match:
-        """The longest cached beginning of `token_ids`, of at most `limit` tokens."""
-        size, found, parent = self._pool.page_size, Match(), ROOT
-        start = 0
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._by_hash
+
+    def match(self, token_ids: Sequence[int], limit: int, known: list[bytes] | None = None) -> Match:
+        """The longest cached beginning of `token_ids`, of at most `limit` tokens.
+
+        known: chain hashes of leading pages of these tokens. Those that are computed here are added: who waits for pages is asked for each step.
+        """
+        size, found, start = self._pool.page_size, Match(), 0
+        known = [] if known is None else known
         while start + size <= limit:
-            key = chain_hash(parent, token_ids[start : start + size])
-            page = self._by_hash.get(key)
+            number = len(found.page_ids)
+            if number == len(known):
+                known.append(chain_hash(known[-1] if known else ROOT, token_ids[start : start + size]))
+            page = self._by_hash.get(known[number])
             if page is None:
                 break
             found.page_ids.append(page)
-            found.page_hashes.append(key)
-            parent, start = key, start + size
+            start += size
+        found.page_hashes = known[: len(found.page_ids)]
+        parent = found.page_hashes[-1] if found.page_hashes else ROOT
         # Less than a quarter of a page is cheaper to compute than to copy.
         best = max(1, size // 4) - 1
         following = token_ids[start : min(limit, start + size)]

@@ -16,7 +16,10 @@ from backend.core import Batch, FinishReason, Request, Scheduled
 from backend.errors import CapacityError, RequestError
 from backend.fetches import Fetches
 from backend.pages import PagePool
-from backend.prefix_cache import PrefixCache, RequestPages
+from backend.prefix_cache import Match, PrefixCache, RequestPages
+
+MAX_ENDED_WAITING = 64
+"""Requests that ended while they waited, and are in the queue still, beside twice those that are open."""
 
 
 def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
@@ -71,6 +74,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self.fetches = Fetches(self.pool, self.prefix_cache, self._num_fetched_pages)
+        self._lack: tuple[Request, int, bytes] | None = None
+        """Who was refused pages last, how many there were, and the hash of the first page that was not found: until there are more, that page is, or
+        another request was given some, nothing else comes of asking again."""
         self._ready: list[Request] = []
         """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
         self.on_run: Callable[[Request], None] = lambda request: None
@@ -150,7 +156,10 @@ class Scheduler:
             self._queue(self.fetches.end(request))
             if request in self._ready:
                 self._ready.remove(request)
-        # Any other one that waits holds nothing; its queue entry is dropped when it comes up.
+        # Any other one that waits holds nothing; its queue entry is dropped when it comes up, or with many others: it may never come up.
+        elif len(self._waiting) > 2 * len(self._requests) + MAX_ENDED_WAITING:
+            self._waiting = [entry for entry in self._waiting if self._requests.get(entry[2].request_id) is entry[2]]
+            heapq.heapify(self._waiting)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -285,20 +294,41 @@ class Scheduler:
             if request.is_remote and self.fetches.park(request):
                 heapq.heappop(self._waiting)
                 continue
+            if self._lacks_pages(request):
+                break
             if request.is_remote:
-                if len(self.fetches) >= self.max_batch_size or not self.fetches.start(request):
+                if len(self.fetches) >= self.max_batch_size:
                     break
+                if not self.fetches.start(request):
+                    self._note_lack(request)
+                    break
+                self._lack = None
                 if request.is_remote:
                     batch.fetches.append(heapq.heappop(self._waiting)[2])
                     continue
-            if budget <= 0 or len(self.running) >= self.max_batch_size or not self._start(request, batch):
+            if budget <= 0 or len(self.running) >= self.max_batch_size:
                 break
+            if not self._start(request, batch):
+                self._note_lack(request)
+                break
+            self._lack = None
             heapq.heappop(self._waiting)
             self._run(request)
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
             assert len(request.page_ids) * self.pool.page_size >= request.num_computed_tokens + chunk
             budget -= chunk
             batch.entries.append(self._chunk(request, chunk))
+
+    def _note_lack(self, request: Request) -> None:
+        cache = self.prefix_cache
+        key = b"" if cache is None else next((key for key in request.prompt_hashes if key not in cache), b"")
+        self._lack = request, self.pool.num_available, key
+
+    def _lacks_pages(self, request: Request) -> bool:
+        """For certain, without a look at each page of its prompt."""
+        if self._lack is None or self._lack[0] is not request or self.pool.num_available > self._lack[1]:
+            return False
+        return self.prefix_cache is None or self._lack[2] not in self.prefix_cache
 
     def _run(self, request: Request) -> None:
         bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
@@ -339,27 +369,23 @@ class Scheduler:
 
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""
-        match = None
+        match = Match()
         if self.prefix_cache is not None and not request.scores_prompt:
-            match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1)
-            for page in match.page_ids:
-                self.pool.share(page)
-            request.page_ids = list(match.page_ids)
-        # The page to copy may be given out by this very call: the worker reads all sources before it writes anything.
+            match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1, request.prompt_hashes)
         wanted = min(len(request.token_ids) + self._num_tokens_after_step, self.max_model_len, self.pool.num_pages * self.pool.page_size)
-        pages = self.pool.allocate(self.pool.pages_for(wanted) - len(request.page_ids))
-        if pages is None:
-            for page in reversed(request.page_ids):
-                self.pool.release(page)
-            request.page_ids = []
+        count = self.pool.pages_for(wanted) - len(match.page_ids)
+        if not self.pool.can_take(match.page_ids, count):
             return False
-        request.page_ids += pages
+        for page in match.page_ids:
+            self.pool.share(page)
+        # The page to copy may be given out by this very call: the worker reads all sources before it writes anything.
+        pages = self.pool.allocate(count)
+        assert pages is not None
+        request.page_ids, request.page_hashes = match.page_ids + pages, match.page_hashes
         batch.fresh_pages += pages
-        if match is not None:
-            request.page_hashes = list(match.page_hashes)
-            request.num_computed_tokens = len(match.page_ids) * self.pool.page_size + match.num_copied
-            if match.copy_from >= 0:
-                batch.page_copies.append((match.copy_from, pages[0], match.num_copied))
+        request.num_computed_tokens = len(match.page_ids) * self.pool.page_size + match.num_copied
+        if match.copy_from >= 0:
+            batch.page_copies.append((match.copy_from, pages[0], match.num_copied))
         if request.num_preemptions == 0 and request.num_output_tokens == 0:
             self._count_prompt(request)
         return True

@@ -279,6 +279,7 @@ def test_names_that_are_none(name: str, value: object) -> None:
         *({name: value} for name in ("expires", "time") for value in (None, "x", [], float("nan"), float("inf"), 10**400, True)),
         *({name: value} for name in ("first_page", "load") for value in (None, "x", 1.5, -1, True)),
         *({name: value} for name in ("page_ids", "probs_pages", "probs_shape") for value in (None, "xy", {}, 5, [1.5, 1], [-1, 1], [None, 1])),
+        *({name: [1, 2**31]} for name in ("page_ids", "probs_pages", "probs_shape")),
         {"probs_shape": [1]},
     ],
     ids=repr,
@@ -301,6 +302,9 @@ def test_messages_that_cannot_be(change: dict[str, Any]) -> None:
         ({"stop_ids": frozenset({"x"})}, "stop_ids has token 'x'"),
         ({"stop_ids": frozenset({None})}, "stop_ids has token None"),
         ({"bad_word_ids": ((1, 200),)}, "bad_word_ids has token 200"),
+        ({"stop_ids": frozenset(range(513))}, "a job has 513 stop_ids; the limit is 512"),
+        ({"bad_word_ids": ((1,),) * 513}, "a job has 513 bad words; the limit is 512"),
+        ({"bad_word_ids": ((1, 2), (1,) * 129)}, "the length of a bad word is 129; an integer from 1 to 128 is needed"),
         ({"seed": "7"}, "seed is '7'"),
         ({"seed": 2**64 + 64}, "seed is 18446744073709551680"),
         ({"priority": 1.5}, "priority is 1.5"),
@@ -345,28 +349,35 @@ def test_a_job_with_more_pages_than_its_prompt() -> None:
         ({}, {"probs_shape": (3, 100), "probs_pages": [1]}, "distributions of [3, 100] numbers came in 1 pages, for 2 drafts"),
         ({}, {"probs_shape": (1, 99), "probs_pages": [1]}, "distributions of [1, 99]"),
         ({}, {"probs_shape": (1, 100), "probs_pages": []}, "in 0 pages"),
+        ({}, {"probs_shape": (2, 100), "probs_pages": [1]}, "distributions of [2, 100] numbers came in 1 pages"),
+        ({}, {"page_ids": [7]}, "2 pages of the prompt came; it takes 3"),
     ],
 )
 def test_hand_offs_that_cannot_be(outcome: dict[str, Any], more: dict[str, Any], text: str) -> None:
     hand_off = HandOff(Outcome([8], next_drafts=[1, 2], num_drafter_tokens=4), ["mtp", "mtp"])
-    check_done(Message("done", "j", "s", hand_off=hand_off), REQUEST, 100)
+
+    def check(own: HandOff, **values: Any) -> None:
+        check_done(Message("done", "j", "s", **{"hand_off": own, "first_page": 1, "page_ids": [7, 3], **values}), REQUEST, 100, 3, 512)
+
+    check(hand_off)
+    check(hand_off, probs_shape=(2, 100), probs_pages=[1, 2])
     changed = dataclasses.replace(hand_off, outcome=dataclasses.replace(hand_off.outcome, **outcome))
     with pytest.raises(RecordError, match=re.escape(text)):
-        check_done(Message("done", "j", "s", hand_off=changed, **more), REQUEST, 100)
+        check(changed, **more)
 
 
 @pytest.mark.parametrize("source", [None, 5, [], {}])
 def test_drafts_of_nobody(source: Any) -> None:
     hand_off = HandOff(Outcome([8], next_drafts=[1, 2], num_drafter_tokens=4), ["mtp", source])
     with pytest.raises(RecordError, match=r"sources has .*; names are needed"):
-        check_done(Message("done", "j", "s", hand_off=hand_off), REQUEST, 100)
+        check_done(Message("done", "j", "s", hand_off=hand_off), REQUEST, 100, 0, 512)
 
 
 def test_log_probabilities_that_cannot_be() -> None:
     request, width = dataclasses.replace(REQUEST, token_ids=[], params=greedy(4, logprobs=3)), score_width(100)
 
     def check(scores: np.ndarray) -> None:
-        check_done(Message("done", "j", "s", hand_off=HandOff(Outcome([8], scores=scores, num_drafter_tokens=4))), request, 100)
+        check_done(Message("done", "j", "s", hand_off=HandOff(Outcome([8], scores=scores, num_drafter_tokens=4))), request, 100, 0, 512)
 
     check(np.zeros((1, width), np.int32))
     for shape in ((), (1,), (width,), (1, width - 1), (2, width), (1, 1, width)):
@@ -392,7 +403,7 @@ def test_trees_that_cannot_be(parents: Any, text: str) -> None:
 
     def check(parents: Any) -> None:
         outcome = Outcome([8], next_drafts=list(range(20)), next_parents=parents, num_drafter_tokens=4)
-        check_done(Message("done", "j", "s", hand_off=HandOff(outcome, 20 * ["mtp"])), request, 100)
+        check_done(Message("done", "j", "s", hand_off=HandOff(outcome, 20 * ["mtp"])), request, 100, 0, 512)
 
     check([-1, -1, 0] + 17 * [2])
     with pytest.raises(RecordError, match=re.escape(text)):

@@ -11,9 +11,11 @@ import tokenizers
 import torch
 
 from backend import SamplingParams, open_requests, planner
-from backend.core import Delta
+from backend import scheduler as scheduling
+from backend.core import Delta, Request
 from backend.errors import CapacityError, ConfigError, EngineError, InternalError, ModelError, RequestError
 from backend.models.inspection import Load, inspect
+from backend.scheduler import Scheduler
 from backend.step.worker import Launched
 from deploy.launcher import check_model as check_launch
 from tests.conftest import code_prompts, greedy
@@ -318,6 +320,61 @@ def test_what_is_cancelled_is_gone_before_the_next_step(llm_ngram, prompts):
     assert metrics.steps == steps and engine.scheduler.pool.num_held == 0
 
 
+def test_requests_that_end_while_they_wait_are_not_kept(monkeypatch) -> None:
+    """Those before them may wait for as long as the server is full; each one's prompt would stay. Nobody loses the place."""
+    monkeypatch.setattr(scheduling, "MAX_ENDED_WAITING", 4)
+    sizes = {"num_pages": 16, "page_size": 4, "max_batch_size": 1, "max_num_batched_tokens": 64, "max_model_len": 64, "max_waiting": 4}
+    own = Scheduler(**sizes)
+
+    def add(name: str, priority: int = 0) -> Request:
+        own.add(request := Request(name, [1, 2, 3], greedy(50), priority=priority))
+        return request
+
+    running, *waiting = add("running"), add("last", 2), add("third", 1), add("second")
+    for number in range(100):
+        own.launch(own.schedule().entries)
+        ended = add(str(number), number % 4)
+        own.finish(ended)
+        assert len(own._waiting) <= 2 * own.num_open + 4 + 1
+    own.finish(running)
+    for request in reversed(waiting):
+        assert [entry.request for entry in own.schedule().entries] == [request]
+        own.finish(request)
+    assert not own.num_open and own.pool.num_held == 0
+    own.check()
+
+
+def test_who_waits_for_pages_is_looked_at_when_there_may_be_some(monkeypatch) -> None:
+    """Not in each step, page by page of its prompt. It starts once pages are free, or enough of its own are another's, too."""
+    own = Scheduler(num_pages=10, page_size=4, max_batch_size=4, max_num_batched_tokens=16, max_model_len=64, max_waiting=4)
+    looks, match = [], own.prefix_cache.match
+    monkeypatch.setattr(own.prefix_cache, "match", lambda token_ids, *rest: looks.append(token_ids[-1]) or match(token_ids, *rest))
+
+    def step() -> list[str]:
+        batch = own.schedule()
+        own.launch(batch.entries)
+        for entry in batch.entries:
+            if entry.emits:
+                own.commit(entry, [5])
+        own.check()
+        return [entry.request.request_id for entry in batch.entries]
+
+    shared = list(range(10, 40))
+    requests = {name: Request(name, prompt, greedy(20)) for name, prompt in (("first", shared), ("second", [*shared, 1, 1, 1]), ("other", [2] * 33))}
+    for request in requests.values():
+        own.add(request)
+    assert [step() for _ in range(2)] == [["first"]] * 2 and looks == [39, 1], "four of nine pages are there, and two more are free"
+    assert step() == ["first", "second"] and looks == [39, 1, 1, 2], "seven of them are there"
+    assert step() == ["first", "second"] and len(looks) == 4
+    own.finish(requests["first"])
+    assert step() == ["second"] and len(looks) == 5, "one page is free"
+    assert step() == ["second"] and len(looks) == 5
+    own.finish(requests["second"])
+    assert step() == ["other"]
+    own.finish(requests["other"])
+    assert own.pool.num_held == 0
+
+
 def test_the_end_before_a_prompts_end_has_no_logprobs(llm_ngram, prompts):
     engine, deltas = llm_ngram.engine, []
     ids = [i for p in prompts[:8] for i in p][:1200]
@@ -358,6 +415,7 @@ class TestRefusals:
             ("x", {"max_tokens": 2049}, "max_tokens is 2049; the context holds 2048 tokens, the prompt's among them"),
             ("x", {"logit_bias": {5000: 1.0}}, "logit_bias names token 5000"),
             ("x", {"stop_token_ids": (9999,)}, "stop_token_ids names token 9999"),
+            ("x", {"bad_words": ("a", "9" * 300)}, "bad_words: '9+ has 30[01] tokens; the limit is 128"),
         ],
     )
     def test_request(self, llm_ngram, prompt, params, message):

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend import SamplingParams, precedence
 from backend.chunk_limit import ChunkLimit
 from backend.core import Delta
 from backend.engine import Engine
 from backend.planned import PlannedStep
+from backend.step.bad_words import BadWords
+from kernels.request_state import Admission
+from kernels.request_table import RequestTable
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.models import make_tiny
 from tests.small import LLM
@@ -252,6 +256,36 @@ def test_the_first_token_follows_the_rule_of_the_rest(tied, params) -> None:
     drain(llm)
     tokens = [t for d in deltas for t in d.token_ids]
     assert len(tokens) == 3 and len(set(tokens)) == 1 and not set(tokens) & {3, 7}
+
+
+def test_bad_words_cost_what_those_of_the_requests_in_the_table_take() -> None:
+    """Not what a request before them had: many words, and long ones."""
+    table = RequestTable(2, 16, 4, 8, torch.device("cpu"))
+    table.admit([Admission(index, [1, 2, 3], num_prompt_tokens=3, max_total_tokens=16, is_greedy=True) for index in range(2)])
+    words, indices, cu = BadWords(table), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+
+    def ban() -> tuple[list[list[int]], int]:
+        """Tokens that each row may not choose, and the numbers of the largest tensor on the way."""
+        logits, sizes = torch.zeros(2, 8), [0]
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                made = func(*args, **(kwargs or {}))
+                sizes.append(made.numel() if isinstance(made, torch.Tensor) else 0)
+                return made
+
+        with Watch():
+            words.ban(logits, indices, cu, 1)
+        return [row.isinf().nonzero()[:, 0].tolist() for row in logits], max(sizes)
+
+    words.put(1, [(3, 6), (4,)])
+    found, size = ban()
+    assert found == [[], [4, 6]]
+    words.put(0, [(1, 2, 3, 5), (2, 2, 3, 7), *((3, 3, i % 8) for i in range(200))])
+    assert ban()[0] == [[5], [4, 6]]
+    words.put(0, ())
+    again, most = ban()
+    assert again == found and most < 2 * size
 
 
 def test_others_give_way_while_a_step_is_launched(monkeypatch) -> None:

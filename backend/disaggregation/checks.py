@@ -10,12 +10,14 @@ from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
 from backend.grammar.thinking import OPENS, THINKING
-from backend.sampling_params import MAX_COMPLETIONS, MAX_SEED
+from backend.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_COMPLETIONS, MAX_SEED
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.scores import score_width
 from backend.trees import MAX_DEPTH
+from kernels.structs import MAX_BANNED
 
-MAX_WORDS = 4096
+MAX_WORDS = 2 * MAX_BAD_WORDS
+"""Each is spelled at the start of a word, and inside one."""
 MAX_INTEGER = 2**63
 
 
@@ -26,10 +28,13 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
         raise RecordError("a job has no prompt")
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
     _check_ids("logit_bias", request.params.logit_bias, vocab_size)
+    if len(request.stop_ids) > MAX_BANNED:
+        raise RecordError(f"a job has {len(request.stop_ids)} stop_ids; the limit is {MAX_BANNED}")
     _check_ids("stop_ids", request.stop_ids, vocab_size)
     if len(request.bad_word_ids) > MAX_WORDS:
         raise RecordError(f"a job has {len(request.bad_word_ids)} bad words; the limit is {MAX_WORDS}")
     for ids in request.bad_word_ids:
+        _check_integer("the length of a bad word", len(ids), 1, MAX_BAD_WORD_TOKENS)
         _check_ids("bad_word_ids", ids, vocab_size)
     _check_integer("num_cached_pages", job.num_cached_pages, 0, len(request.prompt_token_ids) // page_size)
     _check_integer("state", job.state, OPENS, THINKING)
@@ -46,8 +51,9 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
         raise RecordError(str(error)) from None
 
 
-def check_done(message: Message, request: Request, vocab_size: int) -> None:
-    """Raises RecordError naming what cannot be in the hand-off of this request's prompt."""
+def check_done(message: Message, request: Request, vocab_size: int, num_pages: int, page_bytes: int) -> None:
+    """Raises RecordError naming what cannot be in the hand-off of this request's prompt, which takes num_pages: nothing comes after it, and pages
+    that it leaves out would be waited for."""
     if message.hand_off is None:
         raise RecordError("a prompt is done and nothing is handed over")
     outcome, sources = message.hand_off.outcome, message.hand_off.sources
@@ -65,8 +71,11 @@ def check_done(message: Message, request: Request, vocab_size: int) -> None:
     _check_parents(outcome.next_parents, len(outcome.next_drafts) if request.speculation.num_nodes else 0)
     _check_integer("num_drafter_tokens", outcome.num_drafter_tokens, 0, len(request.prompt_token_ids) + 1)
     _check_scores(outcome.scores, request.params.logprobs is not None, vocab_size)
+    if (come := message.first_page + len(message.page_ids)) < num_pages:
+        raise RecordError(f"{come} pages of the prompt came; it takes {num_pages}")
     count, width = message.probs_shape
-    if not 0 <= count <= len(outcome.next_drafts) or width != (vocab_size if count else 0) or bool(count) != bool(message.probs_pages):
+    num_wanted = -(-count * width * 4 // page_bytes)
+    if not 0 <= count <= len(outcome.next_drafts) or width != (vocab_size if count else 0) or len(message.probs_pages) != num_wanted:
         raise RecordError(
             f"distributions of {[count, width]} numbers came in {len(message.probs_pages)} pages, for {len(outcome.next_drafts)} drafts"
         )

@@ -163,7 +163,7 @@ class NodeChoice:
 
     def _hashes_of(self, request: Request) -> list[bytes]:
         """The engine registers the pages by them, once they are here."""
-        if not request.prompt_hashes:
+        if len(request.prompt_hashes) < len(request.prompt_token_ids) // self._page_size:
             request.prompt_hashes = chain_hashes(request.prompt_token_ids, self._page_size)
         return request.prompt_hashes
 

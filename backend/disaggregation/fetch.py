@@ -212,7 +212,8 @@ class PageFetcher:
             self._read_pages(fetch, message)
         elif message.kind == "done":
             try:
-                check_done(message, fetch.request, self._engine.worker.model.vocab_size)
+                num_pages, worker = fetch.first_page + len(fetch.page_ids), self._engine.worker
+                check_done(message, fetch.request, worker.model.vocab_size, num_pages, worker.store.page_bytes)
             except RecordError as error:
                 logger.error("request %r: node %s: %s", fetch.request.group_id, message.sender, error)
                 self._give_up(fetch, "internal")

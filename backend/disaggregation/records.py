@@ -76,6 +76,8 @@ class Message:
 _REQUEST_FIELDS = ("seed", "index", "priority")
 _JOB_NAMES = ("job_id", "sender", "fingerprint")
 _LISTS, _NUMBERS, _INTEGERS = ("page_ids", "probs_pages", "probs_shape"), ("expires", "time"), ("first_page", "load")
+_MAX_LISTED = 2**31
+"""What is asked for page by page goes out as 32 bits: a larger number would be another page's."""
 
 
 def write_job(job: Job) -> Fields:
@@ -173,7 +175,7 @@ def _check_values(values: dict[str, Any]) -> None:
     """Of a message: each is of the type that is used without another look. Raises ValueError."""
     for name, value in values.items():
         if name in _LISTS:
-            good = isinstance(value, (list, tuple)) and all(type(number) is int and number >= 0 for number in value)
+            good = isinstance(value, (list, tuple)) and all(type(number) is int and 0 <= number < _MAX_LISTED for number in value)
         elif name in _NUMBERS:
             good = type(value) in (int, float) and math.isfinite(value)
         elif name in _INTEGERS:

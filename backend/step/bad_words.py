@@ -20,15 +20,18 @@ class BadWords:
     def __init__(self, table: RequestState) -> None:
         self._table = table
         self._sequences = torch.full((table.size, 1, 2), _ANY, dtype=torch.int32, device=table.device)
-        self._filled: set[int] = set()
+        self._filled: dict[int, tuple[int, int]] = {}
+        """N and L of the requests in the table that have some, by place: a step looks at no more than the most of these."""
 
     @torch.inference_mode()
     def put(self, index: int, sequences: Sequence[Sequence[int]]) -> None:
         """Those of a request that enters the table."""
         if not sequences and index not in self._filled:
             return
-        (self._filled.add if sequences else self._filled.discard)(index)
-        self._grow(len(sequences), max(map(len, sequences), default=0))
+        self._filled.pop(index, None)
+        if sequences:
+            self._filled[index] = len(sequences), max(map(len, sequences))
+            self._grow(*self._filled[index])
         count, length = self._sequences.shape[1:]
         own = torch.full((count, length), _ANY, dtype=torch.int32)
         for row, sequence in zip(own, sequences):
@@ -61,8 +64,9 @@ class BadWords:
         draft j - 1 and those that it follows, where drafts may be trees."""
         if not len(logits):  # chunks of prompts alone: nobody chooses
             return
-        table, indices, length = self._table, request_indices.long(), self._sequences.shape[2]
-        sequences, known = self._sequences[indices], table.num_tokens[indices].long()
+        table, indices = self._table, request_indices.long()
+        num_sequences, length = (max(sizes) for sizes in zip(*self._filled.values(), strict=True))
+        sequences, known = self._sequences[:, :num_sequences, -length:][indices], table.num_tokens[indices].long()
         places = torch.arange(width, device=logits.device)
         own, back = indices[:, None, None], torch.arange(length - 1, 0, -1, device=logits.device)
         # [B, W, L - 1]: numbers of the drafts that lead to each row, negative ones for tokens before them.
