@@ -23,7 +23,7 @@ from backend.errors import ConfigError, EngineError, ModelError
 from backend.grammar import Matcher
 from backend.grammar.thinking import FORM
 from backend.group import Greeting, Group
-from backend.hand_overs import HandOvers
+from backend.hand_offs import HandOffs
 from backend.intake import Intake, Prompt
 from backend.launching import Launching
 from backend.metrics import Metrics
@@ -92,8 +92,8 @@ class Engine:
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
         self.scheduler.on_run = self._open.note_run
         self._booking = Booking(self.scheduler, self.planner, self._open, self.metrics, self.worker.dtype)
-        self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._booking.book_tokens)
-        self._booking.report = self.hand_overs.report
+        self.hand_offs = HandOffs(self.scheduler, self.planner, self.worker, self._open, self._booking.book_tokens)
+        self._booking.report = self.hand_offs.report
         self._thread: threading.Thread | None = None
         self._launching = Launching(self.worker, self.scheduler, self.planner, self._group, self._device)
         self._under_way = UnderWay(self._booking, self.planner, self._open, self.metrics, self._chunks, self._group, self._check_ranks)
@@ -244,7 +244,7 @@ class Engine:
                 self._open.refuse(request, sink, error)
                 continue
             try:
-                self.hand_overs.admit(request)
+                self.hand_offs.admit(request)
                 self.scheduler.add(request)
                 self.drafters.start(request)
             except Exception as error:
@@ -253,7 +253,7 @@ class Engine:
     def _release(self, request: Request) -> None:
         """Frees what is held of a request that ends. What cannot be freed does not keep the rest."""
         self._has_ended = True
-        for free in (self.hand_overs.stop, self.scheduler.finish, self.drafters.stop, self.planner.stop):
+        for free in (self.hand_offs.stop, self.scheduler.finish, self.drafters.stop, self.planner.stop):
             try:
                 free(request)
             except Exception:
@@ -290,7 +290,7 @@ class Engine:
         self.metrics.preemptions += len(batch.preempted)
         for request in batch.preempted:
             self.planner.stop(request)
-        self.hand_overs.begin(batch)
+        self.hand_offs.begin(batch)
         if not batch:
             is_done = not self._under_way and not batch.preempted and not batch.fetches
             self._end_step()  # whoever was ended hears of it before the wait

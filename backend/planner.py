@@ -408,7 +408,7 @@ class Planner:
             return end
         return min(end, step.plan.drafter_seq_lens[number])
 
-    def hand_over(self, step: PlannedStep, number: int, outcome: Outcome) -> tuple[list[str], int]:
+    def hand_off(self, step: PlannedStep, number: int, outcome: Outcome) -> tuple[list[str], int]:
         """Who made the drafts that a prompt's last step left, and the request's index where some were drawn from a distribution (else -1)."""
         request = step.entries[number].request
         known = self._known[request.request_id]

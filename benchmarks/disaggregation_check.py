@@ -116,12 +116,12 @@ def measure_costs(address: str, metrics: dict[str, int], token_ids: list[int], a
         prompt=max(0.0, fixed),
         prompt_token=max(by_token, 1e-9),
         prompt_pair=max(by_pair, 1e-12),
-        hand_over=max(0.0, statistics.median(handed)),
+        hand_off=max(0.0, statistics.median(handed)),
         moved_token=0.0,
     )
     for length, own in zip(lengths, computed, strict=True):
         print(f"prompt of {length} tokens: {1e3 * own:.1f} ms computed, {1e3 * (costs.prompt + costs.prefill(0, length)):.1f} by the fit")
-    print(f"from its end to the first token: {1e3 * costs.hand_over:.1f} ms; steps of {BATCHES}: {', '.join(f'{1e3 * own:.2f}' for own in steps)} ms")
+    print(f"from its end to the first token: {1e3 * costs.hand_off:.1f} ms; steps of {BATCHES}: {', '.join(f'{1e3 * own:.2f}' for own in steps)} ms")
     return costs
 
 

@@ -43,7 +43,7 @@ class Costs:
     prompt_token: float = 2.33e-5
     prompt_pair: float = 6.5e-10
     """Seconds a token, and a pair of token and earlier token."""
-    hand_over: float = 6e-3
+    hand_off: float = 6e-3
     """Seconds from a prompt's end to the decode node's first step with it, beside its pages."""
     moved_token: float = 131072 / 164e9
     """Seconds to move one token's pages; all but the last chunk's move while the rest is computed."""
@@ -131,7 +131,7 @@ class Prefill:
         costs = self.costs
         self.owed -= num_tokens
         for request, then in done:
-            arrives = self.clock.now + costs.hand_over + min(request.prompt_len, costs.chunk) * costs.moved_token
+            arrives = self.clock.now + costs.hand_off + min(request.prompt_len, costs.chunk) * costs.moved_token
             self.clock.at(arrives, partial(then, request))
         self._is_running = bool(self._waiting)
         if self._is_running:

@@ -56,7 +56,7 @@ settings.register_profile("repeatable", settings.default, derandomize=True)
 settings.load_profile("repeatable")
 
 LONGEST = (
-    *("test_methods.py", "test_parallel.py", "test_disaggregation.py", "test_hand_overs.py", "test_drafters.py", "test_engine.py"),
+    *("test_methods.py", "test_parallel.py", "test_disaggregation.py", "test_hand_offs.py", "test_drafters.py", "test_engine.py"),
     *("test_supervision.py", "test_kill_matrix.py", "test_nodes.py", "test_gateway.py", "test_drafter_server.py", "test_faults.py"),
 )
 NAMES_OF_SERVERS = re.compile(r"\b(?:serve|servers|gateway|api)\b")

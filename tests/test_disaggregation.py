@@ -98,11 +98,11 @@ class One:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        return dict(self.llm.engine.hand_overs.fallbacks)
+        return dict(self.llm.engine.hand_offs.fallbacks)
 
     @property
     def num_fetched(self) -> int:
-        return self.llm.engine.hand_overs.num_fetched
+        return self.llm.engine.hand_offs.num_fetched
 
     def submit(self, prompt: dict[str, list[int]], params: SamplingParams, choice: dict[str, Any] | None = None, **options: Any) -> Answer:
         answer = Answer(f"request {next(IDS)}", [[] for _ in range(params.n)])
@@ -639,7 +639,7 @@ def test_jobs_that_wait_are_counted(redis: RedisServer) -> None:
 
 
 def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
-    """Many at once, by two prefill nodes; with what drafts were drawn from for `rejection`. Every method: tests/test_hand_overs.py."""
+    """Many at once, by two prefill nodes; with what drafts were drawn from for `rejection`. Every method: tests/test_hand_offs.py."""
     nodes = [cluster.make("prefill", engine=SMALL_STEPS) for _ in range(2)]
     here = cluster.make("decode")
     cluster.see(here, *nodes)

@@ -18,7 +18,7 @@ from backend.grammar.thinking import FORM, MAY_THINK, THINKING
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 from tests.conftest import EVERY_METHOD
-from tests.test_hand_overs import check_idle, pair  # noqa: F401 -- a fixture
+from tests.test_hand_offs import check_idle, pair  # noqa: F401 -- a fixture
 from tests.test_methods import METHODS, PLAIN, Asked, ids_of, run
 
 END = 0
@@ -195,8 +195,8 @@ def test_prompts_of_another_node(llm_plain, pair):  # noqa: F811
     """The node that computes the prompt knows what may come first."""
     llm, link = pair(False)
     own = SamplingParams(max_tokens=72, temperature=0.0, structured_outputs={"json": {"type": "integer"}})
-    before = llm.engine.hand_overs.num_fetched
+    before = llm.engine.hand_offs.num_fetched
     texts = [o.generate(PROMPT, own, use_tqdm=False)[0].outputs[0].text for o in (llm, llm_plain)]
     assert texts[0] == texts[1] and texts[0].startswith(THOUGHT) and isinstance(json.loads(texts[0].removeprefix(THOUGHT)), int)
-    assert llm.engine.hand_overs.num_fetched == before + 1 and not llm.engine.hand_overs.fallbacks
+    assert llm.engine.hand_offs.num_fetched == before + 1 and not llm.engine.hand_offs.fallbacks
     check_idle(link)

@@ -286,7 +286,7 @@ LEVELS = (
     ("planned",),
     ("step_drafting", "step_grammars", "rank_processes", "rank_hello"),
     ("planner",),
-    ("hand_overs", "booking", "group", "following", "engine_parts"),
+    ("hand_offs", "booking", "group", "following", "engine_parts"),
     ("launching",),
     ("under_way",),
     ("engine",),

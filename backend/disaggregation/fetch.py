@@ -70,7 +70,7 @@ class PageFetcher:
         """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
         self.reads = PageReads(transfer, engine.worker.store.page_bytes, node.config.job_seconds)
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
-        engine.hand_overs.use(self)
+        engine.hand_offs.use(self)
 
     # -- the engine's thread --------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class PageFetcher:
             return False
         if self._choice.fitting(self._node.state, request):
             return True
-        self._engine.hand_overs.fallbacks[self._choice.why_none(self._node.state, request)] += 1
+        self._engine.hand_offs.fallbacks[self._choice.why_none(self._node.state, request)] += 1
         return False
 
     def begin(self, request: Request, num_cached_pages: int) -> None:
@@ -221,7 +221,7 @@ class PageFetcher:
             assert message.hand_off is not None, "it was checked"
             fetch.done, fetch.hand_off = message, message.hand_off
             fetch.wants_probs = bool(message.probs_pages)
-            self._call(partial(self._engine.hand_overs.take_first, fetch.request, message.hand_off))
+            self._call(partial(self._engine.hand_offs.take_first, fetch.request, message.hand_off))
             self._read_pages(fetch, message)
 
     def _move(self, fetch: Fetch, node_id: str) -> None:
@@ -303,7 +303,7 @@ class PageFetcher:
         self._choice.note_good(fetch.node_id)  # also where all of its pages were here
         request, hand_off = fetch.request, fetch.hand_off
         assert hand_off is not None
-        self._end(fetch, lambda: self._engine.hand_overs.take(request, hand_off))
+        self._end(fetch, lambda: self._engine.hand_offs.take(request, hand_off))
         self._forget(fetch)
 
     def _give_up(self, fetch: Fetch, reason: str) -> None:
@@ -316,7 +316,7 @@ class PageFetcher:
         if reason != "failed":
             logger.warning("request %r: its prompt is computed here: %s (node %s)", request.group_id, reason, fetch.node_id or "none")
         self._tell_over(fetch)
-        self._end(fetch, lambda: self._engine.hand_overs.give_up(request, reason))
+        self._end(fetch, lambda: self._engine.hand_offs.give_up(request, reason))
 
     def _end(self, fetch: Fetch, action: Callable[[], None]) -> None:
         def on_engine() -> None:

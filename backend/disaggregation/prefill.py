@@ -87,7 +87,7 @@ class PrefillService:
         own = {"jobs": self._take_jobs} | ({"pages": self._serve} if transfer.is_served else {})
         self._threads = [self._slow.thread, *(threading.Thread(target=run, name=name, daemon=True) for name, run in own.items())]
         self._has_offers = threading.Event()
-        engine.hand_overs.sink = self
+        engine.hand_offs.sink = self
 
     @property
     def num_open(self) -> int:

@@ -104,17 +104,17 @@ class Counts:
 
     def _look_at(self, nodes: Disaggregation) -> None:
         """Of prefill and decode apart."""
-        hand_overs = self._engine.hand_overs
+        hand_offs = self._engine.hand_offs
         self._gauge("pd_nodes", "Other nodes that live", len(nodes.node.state.peers))
         self._gauge("pd_redis_up", "Whether Redis answered last", int(nodes.node.state.is_connected))
         if nodes.fetcher is not None:
-            self._count("pd_fetched_prompts_total", "Prompts that other nodes computed", hand_overs.num_fetched)
+            self._count("pd_fetched_prompts_total", "Prompts that other nodes computed", hand_offs.num_fetched)
             self._count("pd_transferred_bytes_total", "Bytes of pages read from other nodes", nodes.fetcher.reads.num_bytes)
             self._count("pd_transfer_seconds_total", "Time of those reads, each until it was seen to be done", nodes.fetcher.reads.seconds)
             self._gauge("pd_fetches", "Prompts that other nodes are computing", len(self._engine.scheduler.fetches))
             for reason in FALLBACKS:
                 text = "Prompts computed here though another node was to, by reason"
-                self._count("pd_fallbacks_total", text, hand_overs.fallbacks[reason], reason=reason)
+                self._count("pd_fallbacks_total", text, hand_offs.fallbacks[reason], reason=reason)
         if nodes.prefill is not None:
             for result in RESULTS:
                 self._count("pd_jobs_total", "Prompts computed for other nodes, by result", nodes.prefill.results[result], result=result)

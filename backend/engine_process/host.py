@@ -85,7 +85,7 @@ class EngineHost:
         self._nodes = Disaggregation(self.engine) if config.disaggregation.is_on else None
         self.intake: IntakeWorkers[_Waiting] = IntakeWorkers(self._submit, config.max_batch_size + config.max_waiting)
         self._counts = Counts(self.engine, self._nodes)
-        self.engine.after_deltas = self._hand_over
+        self.engine.after_deltas = self._pass_deltas_on
 
     def start(self) -> None:
         self.engine.start()
@@ -98,7 +98,7 @@ class EngineHost:
     def _note_silent(self, rank: int) -> None:
         self._line.send("silent", rank)
 
-    def _hand_over(self) -> None:
+    def _pass_deltas_on(self) -> None:
         """One message for all that a step made."""
         made, self._made = self._made, []
         if made:

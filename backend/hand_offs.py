@@ -38,7 +38,7 @@ class Fetcher(Protocol):
         ...
 
     def begin(self, request: Request, num_cached_pages: int) -> None:
-        """The request has pages for its whole prompt; those after the first num_cached_pages are to be filled. `HandOvers.take` or `give_up`
+        """The request has pages for its whole prompt; those after the first num_cached_pages are to be filled. `HandOffs.take` or `give_up`
         are called in the end, unless `stop` comes first."""
         ...
 
@@ -59,7 +59,7 @@ class PrefillSink(Protocol):
         ...
 
 
-class HandOvers:
+class HandOffs:
     """Both directions."""
 
     def __init__(self, scheduler: Scheduler, planner: Planner, worker: Worker, open_requests: OpenRequests, book: Book) -> None:
@@ -172,7 +172,7 @@ class HandOvers:
         if not step.entries[number].emits:
             sink.progress(request, self._planner.count_covered(step, number))
             return
-        sources, index = self._planner.hand_over(step, number, outcome)
+        sources, index = self._planner.hand_off(step, number, outcome)
         probs = self._worker.read_draft_probs(index) if index >= 0 else None
         # A step has scores of all its requests where one of them wants some.
         scores = None if outcome.scores is None or request.params.logprobs is None else outcome.scores[:1].copy()

@@ -9,7 +9,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from tests.conftest import code_prompts
-from tests.test_hand_overs import Direct, check_idle
+from tests.test_hand_offs import Direct, check_idle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -43,7 +43,7 @@ def test_answers_are_those_of_one_engine() -> None:
         for llm in (alone, here, there):
             while llm.engine._capture():
                 pass
-    assert any(has_drawn) and here.engine.hand_overs.num_fetched == len(has_drawn) >= 6 and not here.engine.hand_overs.fallbacks
+    assert any(has_drawn) and here.engine.hand_offs.num_fetched == len(has_drawn) >= 6 and not here.engine.hand_offs.fallbacks
     check_idle(link)
     for llm in (alone, here, there):
         llm.close()

@@ -35,8 +35,8 @@ class Direct:
         self.change: Callable[[HandOff], None] = lambda hand_off: None
         """Done to what comes."""
         self.num_failures = self.num_done = 0
-        here.hand_overs.use(self)
-        there.hand_overs.sink = self
+        here.hand_offs.use(self)
+        there.hand_offs.sink = self
         here.after_deltas = there.step  # both on one thread, step by step
 
     def wants(self, request: Request) -> bool:
@@ -53,7 +53,7 @@ class Direct:
         if delta.error is not None:
             self.num_failures += 1
             request, _ = self.jobs.pop(delta.request_id)
-            self.here.call(lambda: self.here.hand_overs.give_up(request, "failed"))
+            self.here.call(lambda: self.here.hand_offs.give_up(request, "failed"))
 
     def stop(self, request: Request) -> None:
         self.there.cancel(f"job {request.request_id}")
@@ -71,14 +71,14 @@ class Direct:
             hand_off = dataclasses.replace(hand_off, draft_probs=probs_from_pages(sent, hand_off.draft_probs.shape))
         self.num_done += 1
         if self.num_done % 2:  # the first token comes before the pages as often as with them
-            self.here.call(lambda: self.here.hand_overs.take_first(own, hand_off))
+            self.here.call(lambda: self.here.hand_offs.take_first(own, hand_off))
         self.here.call(lambda: self.land(own, num_cached, content, hand_off))
 
     def land(self, request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
         pages = request.page_ids[num_cached:]
         if pages:  # it may have ended
             self.here.worker.store.import_pages(pages, content[: len(pages)], self.there.worker.store.fingerprint)
-        self.here.hand_overs.take(request, hand_off)
+        self.here.hand_offs.take(request, hand_off)
 
 
 def test_pages_that_are_lost_again(llm_plain) -> None:
@@ -89,7 +89,7 @@ def test_pages_that_are_lost_again(llm_plain) -> None:
     prompts, params = code_prompts(6, (300, 700), seed=66), greedy(60)
     expected = [r.outputs[0].token_ids for r in llm_plain.generate(prompts, params, use_tqdm=False)]
     assert [r.outputs[0].token_ids for r in llm.generate(prompts, params, use_tqdm=False)] == expected
-    assert llm.engine.metrics.preemptions > 0 and llm.engine.hand_overs.num_fetched >= len(prompts)
+    assert llm.engine.metrics.preemptions > 0 and llm.engine.hand_offs.num_fetched >= len(prompts)
     check_idle(link)
 
 
@@ -170,7 +170,7 @@ def test_as_on_one_engine(llm_all, pair, is_ahead, choice, form) -> None:
     """Tokens, log-probabilities, who drafted what and how much of it stood, from the first step on."""
     llm, link = pair(is_ahead)
     prompts = code_prompts(2, (40, 500), seed=31)
-    before = llm.engine.hand_overs.num_fetched
+    before = llm.engine.hand_offs.num_fetched
     for name in [name for name in PARAMETERS if name == form or name not in FORMS]:
         params = PARAMETERS[name]
         expected, found = (summary(one, prompts, params, choice) for one in (llm_all, llm))
@@ -190,7 +190,7 @@ def test_as_on_one_engine(llm_all, pair, is_ahead, choice, form) -> None:
         if is_form_ahead:
             assert all(re.fullmatch(FORM["regex"], own[1]) for one in (found, expected) for own in one if own[3] == "stop"), name
         assert [[own[part] for part in parts] for own in found] == [[own[part] for part in parts] for own in expected], name
-    assert llm.engine.hand_overs.num_fetched > before and not llm.engine.hand_overs.fallbacks
+    assert llm.engine.hand_offs.num_fetched > before and not llm.engine.hand_offs.fallbacks
     check_idle(link)
 
 
@@ -209,7 +209,7 @@ def test_trees_as_on_one_engine(is_ahead) -> None:
             expected, found = ([own[:num_parts] for own in summary(one, prompts, PARAMETERS[name], choice)] for one in (alone, here))
             assert found == expected, (name, choice)
     assert sum(len(parents) > 4 for parents in seen) >= 4 and [] in seen, "trees, and chains of the lookup and of answers of a given form"
-    assert here.engine.hand_overs.num_fetched == len(seen) == 16 and not here.engine.hand_overs.fallbacks
+    assert here.engine.hand_offs.num_fetched == len(seen) == 16 and not here.engine.hand_offs.fallbacks
     check_idle(link)
     for llm in (alone, here, there):
         llm.close()
@@ -234,7 +234,7 @@ def test_a_lookup_that_spared_the_drafter_a_prompt(llm_all, pair, monkeypatch) -
     for prompt in prompts:
         expected, found = (summary(one, [prompt], PARAMETERS["penalties"], choice) for one in (llm_all, llm))
         assert found == expected
-    assert 0 < sum(spared) < len(spared) == len(prompts) and not link.here.hand_overs.fallbacks
+    assert 0 < sum(spared) < len(spared) == len(prompts) and not link.here.hand_offs.fallbacks
     check_idle(link)
 
 
@@ -245,24 +245,24 @@ def test_a_first_token_whose_pages_do_not_come(llm_all, pair, monkeypatch, fault
     llm, link = pair(False)
 
     def land(request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
-        llm.engine.hand_overs.take_first(request, hand_off)  # again: it is sent once
+        llm.engine.hand_offs.take_first(request, hand_off)  # again: it is sent once
         assert request.num_output_tokens == 1
         if fault == "lost":
-            llm.engine.hand_overs.give_up(request, "transfer")
+            llm.engine.hand_offs.give_up(request, "transfer")
         else:
             wrong = dataclasses.replace(hand_off.outcome, token_ids=[hand_off.outcome.token_ids[0] ^ 1])
-            llm.engine.hand_overs.take(request, dataclasses.replace(hand_off, outcome=wrong))
+            llm.engine.hand_offs.take(request, dataclasses.replace(hand_off, outcome=wrong))
 
     monkeypatch.setattr(link, "land", land)
-    before = llm.engine.hand_overs.num_fetched, llm.engine.scheduler.num_prompt_tokens
+    before = llm.engine.hand_offs.num_fetched, llm.engine.scheduler.num_prompt_tokens
     prompts = code_prompts(3, (40, 500), seed=38)
     for number, params in enumerate((PARAMETERS["penalties"], PARAMETERS["greedy form"], PARAMETERS["logprobs"])):
         link.num_done = 0
         expected, found = ([own[:2] for own in summary(one, prompts[number : number + 1], params, {"method": method})] for one in (llm_all, llm))
         assert found == expected
-    assert llm.engine.hand_overs.fallbacks.pop("transfer" if fault == "lost" else "internal") == 3
+    assert llm.engine.hand_offs.fallbacks.pop("transfer" if fault == "lost" else "internal") == 3
     asked = sum(len(llm.engine.tokenizer.encode(prompt)) for prompt in prompts)
-    assert (llm.engine.hand_overs.num_fetched, llm.engine.scheduler.num_prompt_tokens) == (before[0], before[1] + asked)
+    assert (llm.engine.hand_offs.num_fetched, llm.engine.scheduler.num_prompt_tokens) == (before[0], before[1] + asked)
     check_idle(link)
 
 
@@ -276,13 +276,13 @@ def test_a_request_that_ends_before_its_pages_are_here(llm_all, pair, monkeypatc
     def land(request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
         assert request.token_ids[-1:] == only.token_ids
         llm.engine.cancel(request.group_id)  # or it has ended
-        llm.engine.call(lambda: llm.engine.hand_overs.take(request, hand_off))
+        llm.engine.call(lambda: llm.engine.hand_offs.take(request, hand_off))
 
     monkeypatch.setattr(link, "land", land)
     link.num_done = 0
     params = greedy(20, stop=[only.text] if end == "stop" else [])
     (answer,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs
-    assert (answer.token_ids, answer.finish_reason) == (only.token_ids, end) and not llm.engine.hand_overs.fallbacks
+    assert (answer.token_ids, answer.finish_reason) == (only.token_ids, end) and not llm.engine.hand_offs.fallbacks
     check_idle(link)
 
 
@@ -306,14 +306,14 @@ def test_pages_are_kept_of_requests_that_end_with_their_first_token(llm_all, pai
         "context": greedy(1, n=3),
         "form": greedy(20, n=3, structured_outputs={"choice": [only.text]}),
     }[end]
-    before, fetched = llm.engine.hand_overs.num_fetched, 0
+    before, fetched = llm.engine.hand_offs.num_fetched, 0
     for number in range(2):
         link.num_done = 0
         (result,) = llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)
         assert [own.token_ids for own in result.outputs] == [only.token_ids] * 3
         fetched += link.num_done
         assert number == 0 or result.num_cached_tokens > len(tokens) - 2 * llm.engine.config.page_size
-    assert fetched == 1 and llm.engine.hand_overs.num_fetched == before + fetched and not llm.engine.hand_overs.fallbacks
+    assert fetched == 1 and llm.engine.hand_offs.num_fetched == before + fetched and not llm.engine.hand_offs.fallbacks
     check_idle(link)
 
 
@@ -323,10 +323,10 @@ def test_a_first_token_that_the_form_forbids(llm_all, pair, monkeypatch) -> None
     (prompt,) = code_prompts(1, (40, 500), seed=32)
     (wrong,) = llm.engine.tokenizer.encode(")", add_special_tokens=False)
     monkeypatch.setattr(link, "change", lambda hand_off: hand_off.outcome.token_ids.__setitem__(0, wrong))
-    before = llm.engine.hand_overs.num_fetched
+    before = llm.engine.hand_offs.num_fetched
     expected, found = (summary(one, [prompt], PARAMETERS["form"], {"method": "mtp"}) for one in (llm_all, llm))
-    assert found == expected and llm.engine.hand_overs.num_fetched == before
-    assert llm.engine.hand_overs.fallbacks.pop("internal") == 1
+    assert found == expected and llm.engine.hand_offs.num_fetched == before
+    assert llm.engine.hand_offs.fallbacks.pop("internal") == 1
     check_idle(link)
 
 
@@ -348,7 +348,7 @@ def test_a_drafter_that_is_a_model_of_its_own(strategy) -> None:
             there.step()
         outputs = [[token for delta in own for token in delta.token_ids] for own in deltas]
         assert outputs == collect(alone, prompts, params)
-    assert here.hand_overs.num_fetched == 4 and not here.hand_overs.fallbacks
+    assert here.hand_offs.num_fetched == 4 and not here.hand_offs.fallbacks
     assert here.metrics.accepted_tokens["mtp"] == alone.metrics.accepted_tokens["mtp"] > 0
     assert max(services[1].caught_up) == max(services[0].caught_up) > 200 and not services[2].num_calls
     check_idle(link)
@@ -374,7 +374,7 @@ def test_drafters_of_other_kinds(kind, targets, tmp_path, monkeypatch) -> None:
     found, own_probs = handed.take()
     assert found == drafts and len(drafts) > 20
     torch.testing.assert_close(own_probs, probs, rtol=1e-3, atol=1e-5)
-    assert here.engine.hand_overs.num_fetched == len(prompts) and not here.engine.hand_overs.fallbacks
+    assert here.engine.hand_offs.num_fetched == len(prompts) and not here.engine.hand_offs.fallbacks
     check_idle(link)
 
 
@@ -392,5 +392,5 @@ def test_a_prompt_that_cannot_be_asked_for_is_computed_here(llm_all, pair, monke
     for _ in range(20):
         if not llm.engine.step():  # the loop would sleep now
             break
-    assert ended[-1].is_final and llm.engine.hand_overs.fallbacks.pop("internal") == 1
+    assert ended[-1].is_final and llm.engine.hand_offs.fallbacks.pop("internal") == 1
     check_idle(link)
