@@ -238,6 +238,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_bad_body(request: Request, error: RequestValidationError) -> Response:
         return respond(request, from_validation(error))
 
+    @app.exception_handler(RecursionError)
+    async def on_depth(request: Request, error: RecursionError) -> Response:
+        """Of a body that could just be read, and cannot be written or looked through."""
+        return respond(request, from_unreadable(error))
+
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400 and error.__cause__ is not None:
