@@ -47,7 +47,17 @@ def test_names_of_other_servers_are_kept_for_errors() -> None:
     assert (names["structured_outputs"], names["structured_outputs.grammar"], names["include_stop"]) == ("ebnf", "ebnf", "no_stop_trim")
     with pytest.raises(ValidationError, match="give one of json_schema, guided_regex, ebnf"):
         ChatRequest.model_validate({"text": "x", "ebnf": "x", "json_schema": {}, "guided_regex": "x"})
+    both = {"prompt": "x", "response_format": {"type": "text"}}
+    assert CompletionRequest.model_validate({**both, "guided_regex": "("}).server_names()["structured_outputs.regex"] == "guided_regex"
+    assert "structured_outputs" not in CompletionRequest.model_validate({**both, "structured_outputs": {}}).server_names()
     chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "y"}]})
     assert chat.server_names()["chat_template_kwargs"] == "documents" and chat.parameters()["chat_template_kwargs"] == {"documents": [{"text": "y"}]}
     with pytest.raises(ValidationError, match="documents needs messages: text has no template"):
         ChatRequest.model_validate({"text": "x", "documents": [{"text": "y"}]})
+
+
+def test_an_item_without_a_type_is_a_message() -> None:
+    """Null is as good as absent."""
+    item = {"role": "user", "content": "x"}
+    wanted = ResponsesRequest.model_validate({"input": [item]}).as_chat()
+    assert ResponsesRequest.model_validate({"input": [{**item, "type": None}]}).as_chat() == wanted

@@ -218,7 +218,7 @@ class ResponsesRequest(Strict):
             return values
         found = drop_no_ops(values, cls.model_fields)
         if isinstance(items := found.get("input"), list):  # messages may leave out that they are
-            found["input"] = [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
+            found["input"] = [{**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item for item in items]
         return found
 
     @model_validator(mode="after")
