@@ -26,6 +26,19 @@ MANY: list[tuple[type[BaseModel], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("request_type", "body"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}] * 130_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [TEXT] * 130_000}]}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": "x"}] * 130_000}),
+    ],
+)
+def test_a_conversation_of_more_than_anybody_has_is_not_looked_through(request_type: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="List should have at most 16384 items"):
+        request_type.model_validate(body)
+
+
 @pytest.mark.parametrize(("request_type", "body"), MANY)
 def test_many_wrong_things_are_few_errors(request_type: type[BaseModel], body: dict[str, Any]) -> None:
     """Each takes time, in which the gateway answers nobody: 200,000 unknown keys of a body were ten seconds."""
