@@ -809,6 +809,10 @@ class TestErrors:
         connection = http.client.HTTPConnection(host, timeout=30)
         connection.request("POST", "/v1/completions", iter([b"x" * 65536] * 65), {"content-type": "application/json"}, encode_chunked=True)
         assert connection.getresponse().status == 413
+        name, _, port = host.partition(":")
+        with socket.create_connection((name, int(port)), timeout=30) as waiting:  # as curl does, to be asked for it
+            waiting.sendall(HEAD.format(path="/v1/completions", length=5 << 20).replace("\r\n\r\n", "\r\nexpect: 100-continue\r\n\r\n").encode())
+            assert b"".join(iter(lambda: waiting.recv(4096), b"")).startswith(b"HTTP/1.1 413")
 
     @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"], ids=["address", "header", "headers"])
     def test_a_head_without_end(self, running, start):

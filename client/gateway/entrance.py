@@ -41,8 +41,12 @@ ERROR_CODE = "error_code"
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request whose body nobody has read."""
     scope["state"][ERROR_CODE] = error.code
-    await _discard(receive)
-    await error.response()(scope, receive, send)
+    response = error.response()
+    if Headers(scope=scope).get("expect", "").lower() == "100-continue":  # the body waits to be asked for, as large ones of curl do
+        response.headers["connection"] = "close"
+    else:
+        await _discard(receive)
+    await response(scope, receive, send)
 
 
 async def _discard(receive: Receive) -> None:
