@@ -554,9 +554,12 @@ class TestOtherRoutes:
             ({"messages": []}, "messages: List should have at least 1 item"),
             ({"prompt": "x", "tools": tools}, "tools needs messages: text has no template"),
             ({"messages": messages, "tools": [{}]}, "tools[0] must be"),
+            ({"text": "x" * 131_073}, "text has 131073 characters"),
         ):
             status, _, body = ask(address, "/tokenize", bad)
             assert status == 400 and message in json.loads(body)["error"]["message"]
+        status, _, body = ask(address, "/detokenize", {"tokens": [1] * 1_000_001})
+        assert status == 400 and json.loads(body)["error"]["message"] == "tokens has 1000001 tokens; the limit is 1000000"
         status, _, body = ask(address, "/detokenize", {"tokens": [1, 99999]})
         assert status == 400 and "token 99999 is not in the vocabulary of 4096 tokens" in json.loads(body)["error"]["message"]
 

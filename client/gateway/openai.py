@@ -288,6 +288,10 @@ class TokenizeRequest(Templated):
             return write_chat(self.messages, self.tools, self.variables)
         return {"text_input": self.text if self.prompt is None else self.prompt}
 
+    def server_names(self) -> dict[str, str]:
+        """What of it the tokenizer model calls otherwise."""
+        return {"text_input": "text" if self.prompt is None else "prompt"}
+
 
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
