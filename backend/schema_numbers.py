@@ -1,9 +1,10 @@
 """Numbers of JSON schemas that the compiler of grammars does not read as they are written: bounds are doubles for it, of integers in 64 bits.
-And keywords that it refuses at any value, where theirs asks for nothing."""
+And patterns, and keywords that it refuses at any value, where theirs asks for nothing."""
 
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -12,11 +13,14 @@ _LEAST = -(2**63) + 1024
 """The next double above -2**63, on which it breaks."""
 _MOST = 2**63 - 1024
 """The next double below 2**63, from which on it has no numbers that are no integers."""
+_STEP = 1e-12
+"""The least by which it tells a bound from a whole number, which has 64 times its last place beside it."""
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _VALUES = ("const", "enum")
 _REMARKS = ("default", "example", "examples")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_PATTERNS = "patternProperties"
+_BY_NAME = ("properties", _PATTERNS, "$defs", "definitions", "dependentSchemas")
 """Of names that are the schema's own, and what may stand for each."""
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -47,7 +51,9 @@ def _settle(schema: Any, is_lenient: bool) -> Any:
         _check_count(schema)
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, dict):
-            value = {name: _settle(item, is_lenient) for name, item in value.items()}
+            value = {_leave_nul_out(name) if key == _PATTERNS else name: _settle(item, is_lenient) for name, item in value.items()}
+        elif key == "pattern" and isinstance(value, str):
+            value = _leave_nul_out(value)
         elif key in _VALUES:
             _check_values(key, value)
         elif key in _ASKS_NOTHING and value in _ASKS_NOTHING[key]:
@@ -63,10 +69,21 @@ def _settle(schema: Any, is_lenient: bool) -> Any:
                 if is_lenient:
                     continue
                 raise ValueError(f"{key} {value!s:.40} cannot be enforced: integers beyond 2**53 are compared as doubles, and none beyond 2**63 - 1")
+            if key.startswith("exclusive") and schema.get("type") != "integer":
+                value = _step_off(key, value, schema, is_lenient)
         elif key not in _REMARKS:
             value = _settle(value, is_lenient)
         found[key] = value
     return found
+
+
+_CLASS_BEGINS = re.compile(r"""\\.|\[\^(?!\])|\[\]?(?:\\.|[^\]\\])*\]""", re.DOTALL)
+"""In a regular expression: an escape, what a negated class begins with, or a class that is none, whole."""
+
+
+def _leave_nul_out(pattern: str) -> str:
+    """With that character forbidden by negated classes: of those that take it the compiler allows quotation marks and backslashes as well."""
+    return _CLASS_BEGINS.sub(lambda found: found[0] + r"\x00" if found[0] == "[^" else found[0], pattern)
 
 
 def _check_count(schema: dict[str, Any]) -> None:
@@ -76,6 +93,23 @@ def _check_count(schema: dict[str, Any]) -> None:
         return
     if least > (most := 1 + (len(required) if isinstance(required, list) else 0)):
         raise ValueError(f"minProperties {least!s:.40} cannot be enforced: beyond {most} a name may be one that was there")
+
+
+def _step_off(key: str, value: Any, schema: dict[str, Any], is_lenient: bool) -> Any:
+    """Of a whole number that is excluded, with the other bound less than one away, the next that is taken: the compiler would allow it itself."""
+    beyond = [own for name in (_UPPER if key in _LOWER else _LOWER) if _is_plain(own := schema.get(name))]
+    if not _is_plain(value) or value != int(value) or not beyond or (room := min(abs(own - value) for own in beyond)) >= 1:
+        return value
+    step = max(_STEP, 64 * math.ulp(value))
+    if room > step:
+        return value + (step if key in _LOWER else -step)
+    if is_lenient:
+        return value
+    raise ValueError(f"{key} {value} cannot be enforced beside a bound that is no more than {step:.3g} away")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**53
 
 
 def _is_kept(key: str, value: float) -> bool:

@@ -11,6 +11,10 @@ from typing import Any
 def check_address(text: str) -> str:
     """HOST:PORT of a gRPC server, as it is. Raises ValueError: gRPC itself takes port 443 where there is none, and says so to nobody."""
     host, _, port = text.rpartition(":")
+    try:
+        host.encode("idna")  # as whoever looks for its addresses does
+    except UnicodeError:
+        host = ""
     if not host or "/" in text or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ValueError(f"{text!r:.100} is no HOST:PORT")
     return text

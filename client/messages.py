@@ -159,10 +159,10 @@ def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]
     values = {k: v for k, v in parameters.items() if v is not None}
     if unknown := set(values) - set(_TYPES):
         raise TypeError(f"unknown parameters {sorted(unknown)}; known: {', '.join(PARAMETERS)}")
-    for name, value in values.items():
-        check_numbers(name, value)
     if prompt is not None:
         values["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
+    for name, value in values.items():
+        check_numbers(name, value)
     for name in ("logit_bias", "speculative", "structured_outputs", "tools", "tool_choice", "messages", "chat_template_kwargs", "suffix_corpus"):
         if name in values and not isinstance(values[name], str):
             # Characters as they are: half a surrogate pair is found before it is sent, as in any text.

@@ -172,6 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 gets what it can show
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is refused where the request is made, as in arguments
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # an exception amid imports becomes errors of theirs
         signal.signal(signal.SIGINT, signal.SIG_DFL)

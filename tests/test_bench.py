@@ -203,6 +203,8 @@ def test_wrong_options_are_named(options, message, capsys):
         (["--save-detailed", "--result-filename=."], "--result-filename .: is a directory"),
         (["--burstiness=0.5"], "--burstiness has no effect"),
         (["--endpoint=/v1/chat/completions"], "--endpoint has no effect with --backend grpc"),
+        (["--url=localhost"], "--url: 'localhost' is no HOST:PORT"),
+        (["--url=http://127.0.0.1:8001"], "--url: 'http://127.0.0.1:8001' is no HOST:PORT"),
     ],
 )
 def test_what_is_asked_for_in_vain_is_said_before_the_run(options, message, tmp_path, monkeypatch, capsys):

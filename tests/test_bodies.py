@@ -26,6 +26,19 @@ MANY: list[tuple[type[BaseModel], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("request_type", "body"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}] * 130_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [TEXT] * 130_000}]}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": "x"}] * 130_000}),
+    ],
+)
+def test_a_conversation_of_more_than_anybody_has_is_not_looked_through(request_type: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="List should have at most 16384 items"):
+        request_type.model_validate(body)
+
+
 @pytest.mark.parametrize(("request_type", "body"), MANY)
 def test_many_wrong_things_are_few_errors(request_type: type[BaseModel], body: dict[str, Any]) -> None:
     """Each takes time, in which the gateway answers nobody: 200,000 unknown keys of a body were ten seconds."""
@@ -47,7 +60,17 @@ def test_names_of_other_servers_are_kept_for_errors() -> None:
     assert (names["structured_outputs"], names["structured_outputs.grammar"], names["include_stop"]) == ("ebnf", "ebnf", "no_stop_trim")
     with pytest.raises(ValidationError, match="give one of json_schema, guided_regex, ebnf"):
         ChatRequest.model_validate({"text": "x", "ebnf": "x", "json_schema": {}, "guided_regex": "x"})
+    both = {"prompt": "x", "response_format": {"type": "text"}}
+    assert CompletionRequest.model_validate({**both, "guided_regex": "("}).server_names()["structured_outputs.regex"] == "guided_regex"
+    assert "structured_outputs" not in CompletionRequest.model_validate({**both, "structured_outputs": {}}).server_names()
     chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "y"}]})
     assert chat.server_names()["chat_template_kwargs"] == "documents" and chat.parameters()["chat_template_kwargs"] == {"documents": [{"text": "y"}]}
     with pytest.raises(ValidationError, match="documents needs messages: text has no template"):
         ChatRequest.model_validate({"text": "x", "documents": [{"text": "y"}]})
+
+
+def test_an_item_without_a_type_is_a_message() -> None:
+    """Null is as good as absent."""
+    item = {"role": "user", "content": "x"}
+    wanted = ResponsesRequest.model_validate({"input": [item]}).as_chat()
+    assert ResponsesRequest.model_validate({"input": [{**item, "type": None}]}).as_chat() == wanted

@@ -327,12 +327,14 @@ def test_half_a_surrogate_pair_is_the_callers_fault(values: dict, name: str) -> 
         ("frequency_penalty", -1e39, "a number that float32 holds, up to 3.403e+38, got -1e+39"),
         ("ignore_eos", "false", "true or false"),
         ("input_ids", [[1], [2, 3]], "an integer from"),
+        ("input_ids", [1, 2**32 + 5], "an integer from"),
+        ("input_ids", [1.5], "an integer from"),
     ],
 )
 def test_numbers_that_a_tensor_would_hold_as_others(name: str, value: object, rule: str) -> None:
     for client in (Client("127.0.0.1:1"), HttpClient("127.0.0.1:1")):
         with pytest.raises(GenerateError, match=re.escape(f"{name} must be {rule}")) as caught:
-            client.generate("x", **{name: value})
+            client.generate(value) if name == "input_ids" else client.generate("x", **{name: value})
         assert caught.value.code == "INVALID_ARG"
     kept = prompt_values(None, {"input_ids": np.array([1, 2]), "stop_token_ids": [], "seed": -(2**63), "top_p": 1, "stream": False})
     assert [i.shape() for i in make_inputs(kept)] == [[2], [0], [1], [1], [1]]

@@ -582,6 +582,15 @@ def test_output_that_nobody_takes(command: list[str], monkeypatch: pytest.Monkey
             assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_input_that_is_no_text(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Read as a terminal of UTF-8 has it, which takes nothing else."""
+    with io.TextIOWrapper(io.BytesIO(b"x\xff\n"), "utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main([command, "--url=127.0.0.1:1"]) == 1
+    assert "is not valid Unicode: '\\udcff' at" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "serve"])
 def test_ctrl_c_while_a_command_is_imported_ends_it(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a traceback: torch takes seconds."""

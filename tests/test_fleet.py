@@ -164,6 +164,25 @@ def test_those_that_are_left_out_come_last() -> None:
     assert order[0] == "s0" and sorted(order) == ["s0", "s1", "s2"]
 
 
+def test_what_is_asked_of_another_is_counted() -> None:
+    class Loser:
+        async def stream(self, request_id: str, parameters: dict[str, object]) -> AsyncGenerator[Chunk, None]:
+            raise GenerateError("down", "UNAVAILABLE")
+            yield
+
+    async def ask_all(servers: Fleet) -> None:
+        async for _ in servers.stream("r", {"text_input": "x"}):
+            pass
+
+    for count in (1, 3):
+        servers = make_fleet(*[0] * count)
+        for member in servers.members:
+            member.upstream = Loser()  # type: ignore[assignment]
+        with pytest.raises(GenerateError, match="down"):
+            asyncio.run(ask_all(servers))
+        assert f"foretoken_gateway_retries_total {count - 1}.0" in servers._metrics.render().decode()
+
+
 def test_a_corpus_is_for_all_of_them() -> None:
     class Taker:
         def __init__(self, count: int | GenerateError) -> None:
@@ -232,7 +251,7 @@ def test_the_longest_beginning_decides() -> None:
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert split_addresses("a:1, 10.0.0.1:2,[::1]:3") == ["a:1", "10.0.0.1:2", "[::1]:3"]
-    for bad in ("a", "a:", ":1", "a:0", "a:70000", "http://a:1", "a:1,", "a:1,a:1"):
+    for bad in ("a", "a:", ":1", "a:0", "a:70000", "http://a:1", "a:1,", "a:1,a:1", "a..b:1", f"{'a' * 64}:1"):
         with pytest.raises(ValueError):
             split_addresses(bad)
     assert main(["gateway", "--upstream", "a:1,b"]) == 2 and "--upstream a:1,b: 'b' is no HOST:PORT" in capsys.readouterr().err

@@ -554,9 +554,12 @@ class TestOtherRoutes:
             ({"messages": []}, "messages: List should have at least 1 item"),
             ({"prompt": "x", "tools": tools}, "tools needs messages: text has no template"),
             ({"messages": messages, "tools": [{}]}, "tools[0] must be"),
+            ({"text": "x" * 131_073}, "text has 131073 characters"),
         ):
             status, _, body = ask(address, "/tokenize", bad)
             assert status == 400 and message in json.loads(body)["error"]["message"]
+        status, _, body = ask(address, "/detokenize", {"tokens": [1] * 1_000_001})
+        assert status == 400 and json.loads(body)["error"]["message"] == "tokens has 1000001 tokens; the limit is 1000000"
         status, _, body = ask(address, "/detokenize", {"tokens": [1, 99999]})
         assert status == 400 and "token 99999 is not in the vocabulary of 4096 tokens" in json.loads(body)["error"]["message"]
 
@@ -690,6 +693,18 @@ class TestErrors:
         assert message in error["message"] and len(error["message"]) < 1000 and error["code"]
         assert set(error) == {"message", "type", "param", "code"} and headers["x-request-id"]
 
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/completions", b'{"prompt": "x", "max_tokens": 1, "speculative": {"a": %s}}'),
+            ("/tokenize", b'{"messages": [{"role": "user", "content": "x", "a": %s}]}'),
+        ],
+    )
+    def test_json_that_can_just_be_read(self, address, path, body):
+        """What could not be written again for the server was the gateway's failure."""
+        statuses = {ask(address, path, body % (b"[" * depth + b"]" * depth))[0] for depth in range(900, 1000, 3)}
+        assert 400 in statuses <= {200, 400}
+
     def test_what_the_openai_client_raises(self, api):
         with pytest.raises(openai.BadRequestError, match="top_p must be a number above 0") as caught:
             complete(api, top_p=0, stream=True)  # the first part is awaited: a stream has a status too
@@ -797,6 +812,10 @@ class TestErrors:
         connection = http.client.HTTPConnection(host, timeout=30)
         connection.request("POST", "/v1/completions", iter([b"x" * 65536] * 65), {"content-type": "application/json"}, encode_chunked=True)
         assert connection.getresponse().status == 413
+        name, _, port = host.partition(":")
+        with socket.create_connection((name, int(port)), timeout=30) as waiting:  # as curl does, to be asked for it
+            waiting.sendall(HEAD.format(path="/v1/completions", length=5 << 20).replace("\r\n\r\n", "\r\nexpect: 100-continue\r\n\r\n").encode())
+            assert b"".join(iter(lambda: waiting.recv(4096), b"")).startswith(b"HTTP/1.1 413")
 
     @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"], ids=["address", "header", "headers"])
     def test_a_head_without_end(self, running, start):
@@ -887,7 +906,7 @@ class TestKeysAndOrigins:
     def guarded(self, server, tmp_path_factory):
         folder = tmp_path_factory.mktemp("guarded")
         keys = folder / "keys"
-        keys.write_text("# who may come in\nfirst-key\n\n  second-key  \n")
+        keys.write_text("# who may come in\nfirst-key\n\n  second-key  \nclà\n", "utf-8")
         admins = folder / "admins"
         admins.write_text("admin-key\n")
         options = (f"--api-keys={keys}", "--cors-origin=http://127.0.0.1:5000", "--max-body-bytes=1000", "--served-model-name=tiny")
@@ -906,6 +925,7 @@ class TestKeysAndOrigins:
             status, headers, _ = ask(guarded, path, {"prompt": "x"} if path == "/tokenize" else None)
             assert status == 401 and headers["www-authenticate"] == "Bearer"
         assert ask(guarded, "/v1/models", headers={"authorization": "Basic first-key"})[0] == 401
+        assert ask(guarded, "/v1/models", headers={"authorization": "Bearer clà".encode().decode("latin-1")})[0] == 200, "as a file has it, in UTF-8"
         assert ask(guarded, "/v1/completions", b"x" * 10_000)[0] == 401, "before the body is looked at"
         for path in ("/health", "/metrics", "/", "/page/page.js"):
             assert ask(guarded, path)[0] == 200
@@ -1070,6 +1090,9 @@ def test_a_client_that_closes_its_side_too_early_is_not_waited_for(server, begin
             connection.sendall(begin)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
+        counted = float(begin.startswith(b"POST"))
+        assert wait_until(lambda: read_metric(address, "requests", status="499") == counted)
+        assert read_metric(address, "requests", status="400") == read_metric(address, "errors") == 0, "nobody was told"
 
 
 def test_clients_of_old_that_close_their_side(server):
@@ -1152,7 +1175,7 @@ def test_a_port_that_is_taken(tmp_path, capsys):
         port = taken.getsockname()[1]
         assert main(["gateway", "--host=127.0.0.1", f"--port={port}"]) == 1
     assert f"cannot listen on 127.0.0.1, port {port}: [Errno 98]" in (said := capsys.readouterr().err) and "--port" in said
-    assert main(["gateway", "--host=256.1.1.1", "--port=0"]) == 1 and main(["gateway", "--port=70000"]) == 1
+    assert main(["gateway", "--host=256.1.1.1", "--port=0"]) == main(["gateway", "--host=é..x", "--port=0"]) == main(["gateway", "--port=70000"]) == 1
 
 
 def test_sigterm_lets_requests_end(server, tmp_path):

@@ -437,6 +437,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bound that is rounded": ({"json": {"type": "integer", "minimum": 2**53 + 1}}, "json: minimum 9007199254740993 cannot be enforced"),
     "a bound beyond 64 bits": ({"json": {"items": {"type": "integer", "maximum": -(10**19)}}}, "maximum -10000000000000000000 cannot be"),
     "an exclusive bound": ({"json": {"type": "integer", "exclusiveMaximum": -(2**62)}}, "exclusiveMaximum -4611686018427387904 cannot be"),
+    "a bound too close by": ({"json": {"exclusiveMinimum": 0, "maximum": 1e-13}}, "exclusiveMinimum 0 cannot be enforced beside a bound that is no"),
     "no number": ({"json": {"items": {"minimum": float("nan")}}}, "json: at /items: minimum must be a finite number, got nan"),
     "no value": ({"json": {"enum": [1, float("inf")]}}, "json: enum has inf, which JSON cannot write"),
     "a token that the model does not have": ({"allowed_token_ids": [3, 4096]}, "allowed_token_ids has 4096; the model's tokens are 0 to 4095"),
@@ -549,6 +550,28 @@ def test_large_integers(grammars, schema, values, others):
         own = grammars.compile(StructuredOutputs(json={"type": "integer", **schema}))
         tokens = own.vocabulary.tokenizer.tokenize_str(str(value))
         return own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+
+    assert [follows(v) for v in values] == [True] * len(values) and not any(follows(v) for v in others)
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "others"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.25", "0.001", "0.5"], ["0", "0.0", "-0", "0.6"]),
+        ({"type": "number", "exclusiveMinimum": 99.0, "exclusiveMaximum": 99.25}, ["99.1"], ["99", "99.0", "99.25"]),
+        ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, ["-1.25", "-1.5"], ["-1", "-1.0", "-0.9"]),
+        ({"type": "string", "pattern": '^[^"]*$'}, [r'"a\\b\n"', '""', '"[^"'], [r'"\""', r'"a\"b"']),
+        ({"type": "string", "pattern": r"^\[?[^\\]+$"}, [r'"[\""', '"x"'], [r'"\\"', r'"[x\\"']),
+        ({"type": "object", "patternProperties": {'^[^"]$': {}}, "additionalProperties": False}, ['{"a":1}'], [r'{"\"":1}']),
+    ],
+)
+def test_what_the_compiler_would_allow(grammars, schema, values, others):
+    """A whole number that is excluded, where the other bound is less than one away; in negated classes quotation marks and backslashes."""
+    own = grammars.compile(StructuredOutputs(json=schema))
+
+    def follows(text: str) -> bool:
+        matcher, tokens = own.copy().inner, own.vocabulary.tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     assert [follows(v) for v in values] == [True] * len(values) and not any(follows(v) for v in others)
 

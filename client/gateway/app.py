@@ -170,7 +170,10 @@ def create_app(settings: Settings) -> FastAPI:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model)
-        tokens = await upstream.tokenize(body.prompt_value())
+        try:
+            tokens = await upstream.tokenize(body.prompt_value())
+        except GenerateError as error:
+            raise from_server(error, body.server_names()) from None
         answer = {"tokens": tokens, "count": len(tokens), **{k: v for k, v in (await describe()).items() if k == "max_model_len"}}
         if body.return_token_strs:
             answer["token_strs"] = [show(token) for token in await upstream.token_bytes(tokens)]
@@ -179,7 +182,10 @@ def create_app(settings: Settings) -> FastAPI:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         check_model(body.model)
-        return {"prompt": await upstream.detokenize(body.tokens) if body.tokens else ""}
+        try:
+            return {"prompt": await upstream.detokenize(body.tokens) if body.tokens else ""}
+        except GenerateError as error:
+            raise from_server(error, {"input_ids": "tokens"}) from None
 
     @app.post("/v1/suffix_corpus")
     async def add_suffix_corpus(request: Request, body: SuffixCorpusRequest) -> dict[str, int]:
@@ -237,6 +243,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_bad_body(request: Request, error: RequestValidationError) -> Response:
         return respond(request, from_validation(error))
+
+    @app.exception_handler(RecursionError)
+    async def on_depth(request: Request, error: RecursionError) -> Response:
+        """Of a body that could just be read, and cannot be written or looked through."""
+        return respond(request, from_unreadable(error))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:

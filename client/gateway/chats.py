@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from client.gateway.strict import Strict
 
+MAX_MESSAGES = 16_384
+"""Of a conversation, and parts of one: 130,000 kept all other requests waiting for seconds, to be refused by the server as too long."""
+
 Text = Annotated[str, Field(min_length=1)]
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -42,6 +45,8 @@ class RefusalPart(Strict):
         return self.refusal
 
 
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
 _LOST = {"function_call": "send tool_calls, which have ids", "audio": "models of text alone are served"}
 """Of a message, what no template reads: the model would not know of it."""
 
@@ -52,7 +57,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: str | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)] | None = None
+    content: str | Parts | None = None
     """Null where the message calls tools, or refuses to answer (`refusal`); a server's answer, or a tool's, may also be nothing."""
 
     @field_validator("content", mode="before")
@@ -80,6 +85,9 @@ class Message(BaseModel):
         if self.content is None and (self.model_extra or {}).get("tool_calls"):
             return {"role": self.role, "content": None, **(self.model_extra or {})}
         return {"role": self.role, "content": content, **(self.model_extra or {})}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Templated(Strict):

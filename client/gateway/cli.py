@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     try:  # before anything is served: who started the gateway must learn of it
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, args.port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:  # a port, or a name, that can be none
         message = f"cannot listen on {host}, port {args.port}: {error}; choose another address with --host, --port"
         print(f"foretoken gateway: {message}", file=sys.stderr)
         return 1

@@ -41,8 +41,12 @@ ERROR_CODE = "error_code"
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request whose body nobody has read."""
     scope["state"][ERROR_CODE] = error.code
-    await _discard(receive)
-    await error.response()(scope, receive, send)
+    response = error.response()
+    if Headers(scope=scope).get("expect", "").lower() == "100-continue":  # the body waits to be asked for, as large ones of curl do
+        response.headers["connection"] = "close"
+    else:
+        await _discard(receive)
+    await response(scope, receive, send)
 
 
 async def _discard(receive: Receive) -> None:
@@ -89,15 +93,22 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status, is_whole = time.perf_counter(), HUNG_UP, False
+        started, status, is_whole, is_gone = time.perf_counter(), HUNG_UP, False, False
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if re.fullmatch(r"[\w.:-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
+        async def receive_and_look() -> Message:
+            nonlocal is_gone
+            message = await receive()
+            is_gone = is_gone or (message["type"] == "http.disconnect" and status == HUNG_UP)
+            return message
+
         async def send_with_id(message: Message) -> None:
             nonlocal status, is_whole
             if message["type"] == "http.response.start":
-                status = message["status"]
+                if not is_gone:  # amid its body: what is said of that is told to nobody
+                    status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             elif not message.get("more_body"):
                 is_whole = True
@@ -105,7 +116,7 @@ class RequestLog:
 
         self._metrics.in_flight.inc()
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_and_look, send_with_id)
         except Exception as error:
             logger.exception("%s failed", request_id, exc_info=error)
             if status != HUNG_UP:
@@ -115,9 +126,9 @@ class RequestLog:
             await failure.response()(scope, receive, send_with_id)
         finally:
             self._metrics.in_flight.dec()
-            if code := scope["state"].get(ERROR_CODE):
-                self._metrics.errors.labels(code).inc()
             shown = status if is_whole else HUNG_UP
+            if shown != HUNG_UP and (code := scope["state"].get(ERROR_CODE)):
+                self._metrics.errors.labels(code).inc()
             path = scope["path"]
             self._metrics.requests.labels(path if path in PATHS else "other", shown).inc()
             logger.info(
@@ -130,7 +141,7 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self._app = app
-        self._digests, self._admin_digests = ([_digest(key) for key in own] for own in (keys, admin_keys))
+        self._digests, self._admin_digests = ([_digest(key.encode()) for key in own] for own in (keys, admin_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -142,7 +153,7 @@ class ApiKeys:
             return
         if digests and scope["type"] == "http" and path not in OPEN_PATHS and not path.startswith("/page/"):
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            given = _digest(key.strip())
+            given = _digest(key.encode("latin-1").strip())  # the bytes that came
             # Every key is looked at, in constant time: how long a refusal takes tells nothing.
             if sum(hmac.compare_digest(given, digest) for digest in digests) == 0 or scheme.lower() != "bearer":
                 kind = "administrator's" if is_admin else "API"
@@ -152,8 +163,8 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class BodyLimit:

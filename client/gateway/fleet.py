@@ -157,6 +157,8 @@ class Fleet:
         is_begun = False
         error = self._nobody(f"request {request_id!r}: ")
         while (member := self.choose(parameters, tried)) is not None:
+            if tried:
+                self._metrics.retries.inc()
             tried.add(member)
             member.num_open += 1
             try:
@@ -169,8 +171,7 @@ class Fleet:
                 if failure.code not in RETRIED or is_begun:
                     raise
                 error = failure
-                self._metrics.retries.inc()
-                logger.warning("%s is tried elsewhere: %s: %s", request_id, member.url, failure)
+                logger.warning("%s was lost by %s: %s", request_id, member.url, failure)
             finally:
                 member.num_open -= 1
         raise error

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from client.gateway.chats import Message, Templated, Text, TextPart, write_chat
+from client.gateway.chats import Messages, Templated, Text, TextPart, write_chat
 from client.gateway.no_ops import drop_no_ops
 from client.gateway.strict import Strict
 from client.gateway.structured import StructuredRequest
@@ -176,7 +176,7 @@ class CompletionRequest(GenerateRequest):
 class ChatRequest(Templated, GenerateRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     max_completion_tokens: Int32 | None = None
     logprobs: bool = False
     top_logprobs: Int32 | None = None
@@ -260,7 +260,7 @@ class TokenizeRequest(Templated):
     model: str | None = None
     prompt: str | None = None
     text: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     """As decode has it: true for a prompt; a template writes those of messages itself."""
@@ -287,6 +287,10 @@ class TokenizeRequest(Templated):
         if self.messages is not None:
             return write_chat(self.messages, self.tools, self.variables)
         return {"text_input": self.text if self.prompt is None else self.prompt}
+
+    def server_names(self) -> dict[str, str]:
+        """What of it the tokenizer model calls otherwise."""
+        return {"text_input": "text" if self.prompt is None else "prompt"}
 
 
 class DetokenizeRequest(Strict):

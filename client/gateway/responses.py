@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
-from client.gateway.chats import Effort, RefusalPart, Text
+from client.gateway.chats import MAX_MESSAGES, Effort, RefusalPart, Text
 from client.gateway.no_ops import drop_no_ops
 from client.gateway.openai import ChatRequest, Int32, Int64, Numbers, Strings
 from client.gateway.strict import Strict
@@ -48,7 +48,8 @@ class ContentPart(Strict):
     """Of no effect, as in chats."""
 
 
-Content = str | Annotated[list[Annotated[ContentPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
+Parts = Annotated[list[Annotated[ContentPart | RefusalPart, Field(discriminator="type")]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Content = str | Parts
 
 
 def join(content: str | Sequence[ContentPart | RefusalPart]) -> str:
@@ -176,7 +177,7 @@ class ResponseStreamOptions(Strict):
 class ResponsesRequest(Strict):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     model: str | None = None
     max_output_tokens: Int32 | None = None
@@ -218,7 +219,7 @@ class ResponsesRequest(Strict):
             return values
         found = drop_no_ops(values, cls.model_fields)
         if isinstance(items := found.get("input"), list):  # messages may leave out that they are
-            found["input"] = [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
+            found["input"] = [{**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item for item in items]
         return found
 
     @model_validator(mode="after")

@@ -72,7 +72,7 @@ class StructuredRequest(Strict):
     @model_validator(mode="after")
     def _check_forms(self) -> StructuredRequest:
         self.allowed_token_ids = self.allowed_token_ids or None
-        given = [name for name in _FORMS if getattr(self, name) is not None and not isinstance(getattr(self, name), TextFormat)]
+        given = self._given_forms()
         if len(given) > 1:
             raise ValueError(f"the answer can have one form: give one of {', '.join(self._sent.get(name, name) for name in given)}")
         if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
@@ -80,6 +80,10 @@ class StructuredRequest(Strict):
         if isinstance(self.response_format, SchemaFormat) and self.response_format.json_schema.schema_ is None:
             raise ValueError("response_format.json_schema.schema is missing")
         return self
+
+    def _given_forms(self) -> list[str]:
+        """Fields that ask for a form, which text is not."""
+        return [name for name in _FORMS if getattr(self, name) is not None and not isinstance(getattr(self, name), TextFormat)]
 
     def form(self) -> dict[str, Any] | None:
         """decode's `structured_outputs`."""
@@ -98,7 +102,7 @@ class StructuredRequest(Strict):
 
     def server_names(self) -> dict[str, str]:
         """What of a request decode calls otherwise: by its names, the client's own."""
-        given = next((name for name in _FORMS if getattr(self, name) is not None), "structured_outputs")
+        given = next(iter(self._given_forms()), "structured_outputs")
         if given == "structured_outputs":
             return self._sent
         if given != "response_format":
