@@ -47,6 +47,7 @@ LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
 UNKNOWN_TOKENS = ("error", "refuse")
 ACTIVATIONS = ("auto", "model", "fp8")
+CPU_KERNELS = ("auto", "amx", "avx512", "avx2", "any", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
@@ -152,6 +153,9 @@ class EngineConfig(Section):
     """CPU threads of the engine, or of each rank, 1 to 1024; default: torch's choice, as far as the container's share of the machine's CPUs goes,
     spread over the ranks of this host; all ranks take as many as the one with the fewest. Idle ones sleep after some 0.2 ms (GOMP_SPINCOUNT, where
     the environment does not set it)."""
+    cpu_kernels: str = "auto"
+    """CPU: what the project's compiled kernels use of the processor at most: amx, avx512, avx2, any (what each one has); none: torch computes all;
+    auto: whatever it has. One choice for all engines of a process."""
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     max_forced_tokens: int = 8
@@ -198,6 +202,8 @@ class EngineConfig(Section):
             good = self.kv_cache_dtype in ("auto", other)
             require(good, "kv_cache_dtype", self.kv_cache_dtype, f"{other}, or left out, where quantization.kv_cache_quant_type is {other}")
             object.__setattr__(self, "kv_cache_dtype", other)
+        known = ", ".join(CPU_KERNELS)
+        require(self.cpu_kernels in CPU_KERNELS, "cpu_kernels", self.cpu_kernels, f"one of {known}")
         known = ", ".join(CACHE_SCALES)
         require(self.kv_cache_scales in CACHE_SCALES, "kv_cache_scales", self.kv_cache_scales, f"one of {known}")
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))

@@ -19,7 +19,7 @@ from backend.models.quantized_spec import FP8
 from kernels import ops
 from kernels._cpus import count_cpus
 from kernels._load import KernelError, check_device, device_stream
-from kernels._load_cpu import find_library, own_level
+from kernels._load_cpu import find_library, own_level, use_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,15 @@ def pick_device(config: EngineConfig) -> torch.device:
 def is_hidden() -> bool:
     """Whether the machine's GPUs are taken from this process, by CUDA's own variable: then there is none for it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+def choose_cpu_kernels(config: EngineConfig) -> None:
+    """For this process, before anything is loaded. Raises ConfigError."""
+    if config.cpu_kernels != "auto":
+        try:
+            use_at_most(config.cpu_kernels)
+        except KernelError as error:
+            raise ConfigError(f"cpu_kernels {config.cpu_kernels}: {error}") from None
 
 
 def describe_processor(device: torch.device) -> str:

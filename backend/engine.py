@@ -16,7 +16,7 @@ from backend.booking import Booking
 from backend.chunk_limit import limit_chunks
 from backend.config import EngineConfig
 from backend.core import Request
-from backend.devices import on_stream, pick_device
+from backend.devices import choose_cpu_kernels, on_stream, pick_device
 from backend.drafters.calls import DraftService
 from backend.engine_parts import load_parts
 from backend.errors import ConfigError, EngineError, ModelError
@@ -53,6 +53,7 @@ class Engine:
     def __init__(self, config: EngineConfig, draft_service: DraftService | None = None, greet: Greeting | None = None) -> None:
         """draft_service: the drafter's model in another process, for placement bls; greet: for ranks that are instances. Raises ConfigError,
         ModelError."""
+        choose_cpu_kernels(config)
         self.config = config
         self._device = pick_device(config)
         self._inbox: deque[Callable[[], object]] = deque()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from backend.config import EngineConfig
-from backend.devices import on_stream
+from backend.devices import choose_cpu_kernels, on_stream
 from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
 from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, await_loaded, check_verdicts, compare_verdicts
@@ -218,6 +218,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
             raise RuntimeError(f"rank 0 has ended: {lost[0]}")
 
     try:
+        choose_cpu_kernels(config)
         if config.parallel_config.node_rank:
             config = dataclasses.replace(config, device=device_of_rank(config, rank))
         ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None

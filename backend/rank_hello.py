@@ -20,7 +20,7 @@ from backend.model_files import fingerprint
 from backend.token_map import token_map_digest
 from backend.version import VERSION
 
-OWN_KEYS = ("model", "device", "num_threads", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
+OWN_KEYS = ("model", "device", "num_threads", "cpu_kernels", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
 """Of the configuration: what may differ from host to host. Of memory and threads the least counts."""
 OWN_SPECULATIVE_KEYS = ("model", "draft_token_map", "suffix_decoding_cache_path", "suffix_decoding_corpus")
 

@@ -3,8 +3,7 @@ on a processor with a matrix unit (AMX) recorded without it, too.
 
     python -m benchmarks.cpu_kernels [--model DIR] [--threads 1] [--rounds 5] [--tokens 128] [--busy 1]
 
-Processes hold the same engine, one of them with FORETOKEN_CPU_KERNELS=0, one with FORETOKEN_CPU_TAPES=0, one with FORETOKEN_CPU_KERNELS=avx512; while
-one answers the others wait.
+Processes hold the same engine, with other `cpu_kernels`, or without tapes; while one answers the others wait.
 Tokens a second (of prompts: of the prompt), the best of all rounds, and the median of the rounds' ratios. Held-out code, float32, greedy, without a
 prefix cache.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,19 +21,27 @@ from typing import Any
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
+from backend.step import program
 from benchmarks.workloads import completion_requests
 from kernels._load_cpu import own_level
 
 EAGLE3: dict[str, Any] = {"method": "eagle3", "model": str(DEFAULT_DRAFTER), "num_model_steps": 4, "num_speculative_tokens": 4, "adaptive": False}
-KINDS = {"torch": {"FORETOKEN_CPU_KERNELS": "0"}, "compiled": {"FORETOKEN_CPU_TAPES": "0"}}
-if own_level() == "amx":
-    KINDS["without AMX"] = {"FORETOKEN_CPU_KERNELS": "avx512"}
-KINDS["recorded"] = {}
+RECORDED = "recorded"
+KINDS = {"torch": "none", "compiled": "auto", **({"without AMX": "avx512"} if own_level() == "amx" else {}), RECORDED: "auto"}
+"""Their `cpu_kernels`."""
 
 
 def answer(options: argparse.Namespace) -> None:
     """One of them: a line on stdin names a case, a line on stdout has its tokens a second."""
-    common: dict[str, Any] = {"device": "cpu", "num_threads": options.threads, "enable_prefix_caching": False, "kv_cache_memory": "512MiB"}
+    if options.answer == "compiled":
+        program.find_tapes = lambda *arguments: None
+    common: dict[str, Any] = {
+        "cpu_kernels": KINDS[options.answer],
+        "device": "cpu",
+        "num_threads": options.threads,
+        "enable_prefix_caching": False,
+        "kv_cache_memory": "512MiB",
+    }
     prompts = [prompt for prompt, _ in completion_requests(16)]
     params = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
 
@@ -69,15 +75,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--busy", type=int, default=0, help="processes beside it that compute all the time")
-    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
         answer(options)
         return
     sides = {}
-    for name, own in KINDS.items():
-        command = [sys.executable, "-m", "benchmarks.cpu_kernels", "--answer", *sys.argv[1:]]
-        sides[name] = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    for name in KINDS:
+        command = [sys.executable, "-m", "benchmarks.cpu_kernels", "--answer", name, *sys.argv[1:]]
+        sides[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(name: str, case: str | None = None) -> Any:
         side = sides[name]
@@ -90,14 +96,14 @@ def main() -> None:
     cases, *_ = [ask(name) for name in KINDS]
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
     print(f"{options.threads} threads, {options.busy} busy processes, tokens/s")
-    others_than = [name for name in KINDS if name != "recorded"]
+    others_than = [name for name in KINDS if name != RECORDED]
     print(
         "\n".join(["| | " + " | ".join([*KINDS, *(f"x {name}" for name in others_than)]) + " |", "|---" * (len(KINDS) + len(others_than) + 1) + "|"])
     )
     for case in cases:
         speeds = [{name: ask(name, case) for name in KINDS} for _ in range(options.rounds + 1)][1:]
         best = [f"{max(speed[name] for speed in speeds):.0f}" for name in KINDS]
-        ratios = [f"{statistics.median(speed['recorded'] / speed[name] for speed in speeds):.2f}" for name in others_than]
+        ratios = [f"{statistics.median(speed[RECORDED] / speed[name] for speed in speeds):.2f}" for name in others_than]
         print(f"| {' | '.join([case, *best, *ratios])} |", flush=True)
     for other in others:
         other.kill()

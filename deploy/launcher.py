@@ -189,7 +189,7 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
             own: dict[str, Any] = {"model": str(drafter), "target": str(model), "num_model_steps": config.num_model_steps}
             for key, value in (("quantization", config.quantization), ("target_quantization", engine.quantization)):
                 own[key] = dataclasses.asdict(value) if isinstance(value, QuantizationConfig) else value
-            shared = {k: decode[k] for k in ("dtype", "device", "num_threads", "single_thread_tokens") if k in decode}
+            shared = {k: decode[k] for k in ("dtype", "device", "num_threads", "single_thread_tokens", "cpu_kernels") if k in decode}
             parameters["mtp_drafter"] = {k: v for k, v in own.items() if v is not None} | shared
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
         name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()

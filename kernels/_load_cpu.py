@@ -9,7 +9,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import platform
 import subprocess
 import sys
@@ -31,6 +30,9 @@ LEVELS = {"amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512": _AVX512, "avx
 """What is compiled for, and its options, the best one first: a matrix unit, x86-64's levels 4 and 3, and what every processor has. Not the very
 processor at hand: an image is built on one and runs on others."""
 
+NONE = "none"
+"""No level: torch computes all."""
+
 
 def parse_flags(cpuinfo: str) -> frozenset[str]:
     """What the first processor of a /proc/cpuinfo has."""
@@ -49,8 +51,8 @@ def _is_given_tiles() -> bool:
 
 
 @functools.cache
-def own_level() -> str:
-    """The best of LEVELS that this process can use; FORETOKEN_CPU_KERNELS may name a lower one."""
+def machine_level() -> str:
+    """The best of LEVELS that this process could use."""
     try:
         flags = parse_flags(Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -58,9 +60,31 @@ def own_level() -> str:
     level = level_of(flags)
     if level == "amx" and not _is_given_tiles():
         level = level_of(flags - {"amx_tile"})
-    asked = os.environ.get("FORETOKEN_CPU_KERNELS", level)
-    names = list(LEVELS)
-    return asked if asked in LEVELS and names.index(asked) > names.index(level) else level
+    return level
+
+
+class _Choice:
+    """Of this process: kernels are loaded once, and the last bits of sums are theirs."""
+
+    most: str | None = None
+    """Of LEVELS, or NONE; None: whatever there is."""
+    is_made = False
+    """Some kernel was asked for."""
+
+
+def use_at_most(level: str) -> None:
+    """Of LEVELS, or NONE: for this process, before the first kernel is asked for. Raises KernelError when that was with another."""
+    before = own_level()
+    old, _Choice.most = _Choice.most, level
+    if _Choice.is_made and own_level() != before:
+        _Choice.most = old
+        raise KernelError(f"this process computes with {before} already")
+
+
+def own_level() -> str:
+    """The best of LEVELS that this process uses; or NONE."""
+    level, most = machine_level(), _Choice.most
+    return level if most is None else max(level, most, key=[*LEVELS, NONE].index)
 
 
 def compile_sources(level: str, folder: Path | None = None) -> Path:
@@ -104,21 +128,23 @@ def compile_for(level: str, folder: Path | None = None) -> Path:
 
 
 @functools.cache
-def _find() -> ctypes.CDLL | None:
+def _find(level: str) -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(str(compile_for(own_level())))
+        return ctypes.CDLL(str(compile_for(level)))
     except (KernelError, OSError) as error:
         logger.warning("steps on CPU run by torch alone, which takes two to three times as long: %s", error)
         return None
 
 
 def find_library() -> ctypes.CDLL | None:
-    """None where it cannot be made, or FORETOKEN_CPU_KERNELS is 0 (a name of LEVELS: that one at most); the reason is logged, once."""
-    return None if os.environ.get("FORETOKEN_CPU_KERNELS") == "0" else _find()
+    """None where it cannot be made, the reason of which is logged once, or is not to be used."""
+    _Choice.is_made = True
+    level = own_level()
+    return None if level == NONE else _find(level)
 
 
 if __name__ == "__main__":
     # For this machine's processor, or for all that an image may run on.
     is_for_all = sys.argv[1:] == ["--all"] and platform.machine() in ("x86_64", "AMD64")
-    for level in LEVELS if is_for_all else [own_level()]:
+    for level in LEVELS if is_for_all else [machine_level()]:
         compile_for(level, BUILT)

@@ -69,7 +69,7 @@ def field_names(kind: type) -> list[str]:
     [
         ({"max_batchsize": 4}, "unknown key 'max_batchsize'; did you mean \"max_batch_size\"?"),
         ({"tensor_parallel": 2}, "unknown key 'tensor_parallel'"),
-        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: activations, async_scheduling, cascade_attention, device, disaggregation, dtype, "),
+        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: activations, async_scheduling, cascade_attention, cpu_kernels, device, disaggregation, "),
         ({5: 1}, "unknown key 5"),
         ({"speculative_config": {"num_speculative_token": 3}}, 'did you mean "num_speculative_tokens"?'),
         ({"parallel_config": {"expert_parallel": 2}}, "parallel_config.expert_parallel must be bool, got 2"),
@@ -128,6 +128,7 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("dtype", ["float64", "FLOAT32", ""], ["auto", "float32", "bfloat16", "float16"]),
         ("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""], ["auto", "cpu", "cuda", "cuda:0", "cuda:11"]),
         ("unknown_tokens", ["warn", ""], ["error", "refuse"]),
+        ("cpu_kernels", ["0", "AVX2", "sse", ""], ["auto", "none", "any", "avx2", "avx512", "amx"]),
         ("max_batch_size", [0, -1, 257], [1, 256]),
         ("max_waiting", [-1], [0, 10**6]),
         ("max_model_len", [-1, 0, 1], [2, None]),

@@ -15,9 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from backend.config import EngineConfig
+from backend.devices import choose_cpu_kernels
+from backend.errors import ConfigError
 from backend.quantization.dense import DenseLinear, PanelLinear
 from kernels import _load_cpu, cpu_attention, cpu_drafts, cpu_ngram, cpu_rows, norm, ops, panels, reference, tape
-from kernels._load_cpu import LEVELS, compile_sources, level_of, own_level, parse_flags
+from kernels._load_cpu import LEVELS, compile_sources, level_of, own_level, parse_flags, use_at_most
 from kernels.cpu_attention import CpuRows
 from kernels.reference import request_table as reference_table
 from kernels.reference import step as reference_step
@@ -437,17 +440,24 @@ def test_levels() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "is_given", "expected"),
-    [(None, True, "amx"), (None, False, "avx512"), ("avx2", True, "avx2"), ("amx", False, "avx512"), ("1", True, "amx"), ("any", False, "any")],
+    [(None, True, "amx"), (None, False, "avx512"), ("avx2", True, "avx2"), ("amx", False, "avx512"), ("none", True, "none"), ("any", False, "any")],
 )
 def test_the_level_of_a_process(asked: str | None, is_given: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No matrix unit where Linux does not give it; a lower level where one is asked for."""
+    """No matrix unit where Linux does not give it; a lower level where one is asked for, in time."""
+    monkeypatch.setattr(_load_cpu, "machine_level", _load_cpu.machine_level.__wrapped__)
+    monkeypatch.setattr(_load_cpu._Choice, "most", None)
+    monkeypatch.setattr(_load_cpu._Choice, "is_made", False)
     monkeypatch.setattr(_load_cpu, "parse_flags", lambda text: frozenset(option[2:].replace("-", "_") for option in LEVELS["amx"]))
     monkeypatch.setattr(_load_cpu, "_is_given_tiles", lambda: is_given)
-    if asked is None:
-        monkeypatch.delenv("FORETOKEN_CPU_KERNELS", raising=False)
-    else:
-        monkeypatch.setenv("FORETOKEN_CPU_KERNELS", asked)
-    assert own_level.__wrapped__() == expected
+    if asked is not None:
+        use_at_most(asked)
+    assert own_level() == expected
+    monkeypatch.setattr(_load_cpu._Choice, "is_made", True)
+    use_at_most(expected)
+    other = "any" if expected == "none" else "none"
+    with pytest.raises(ConfigError, match=f"cpu_kernels {other}: this process computes with {expected} already"):
+        choose_cpu_kernels(EngineConfig(cpu_kernels=other))
+    assert own_level() == expected
 
 
 def test_a_compiler_that_knows_no_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from backend.adapters.stub import (
     resolve_model,
 )
 from backend.config import EngineConfig
-from backend.devices import cpu_threads, on_stream, pick_device, pick_dtype, threads_for
+from backend.devices import choose_cpu_kernels, cpu_threads, on_stream, pick_device, pick_dtype, threads_for
 from backend.drafters.calls import DraftError
 from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SPECULATIVE_KEYS = ("quantization", "draft_token_map")
 OWN_KEYS = ("target", "target_quantization", "num_model_steps", *SPECULATIVE_KEYS)
-ENGINE_KEYS = ("dtype", "device", "num_threads", "single_thread_tokens", "kv_cache_memory")
+ENGINE_KEYS = ("dtype", "device", "num_threads", "single_thread_tokens", "cpu_kernels", "kv_cache_memory")
 
 
 class TritonPythonModel:
@@ -57,6 +57,7 @@ class TritonPythonModel:
             {"method": "mtp", "num_speculative_tokens": steps, "num_model_steps": steps, **{k: values[k] for k in SPECULATIVE_KEYS if k in values}},
             f"{args['model_name']}: ",
         )
+        choose_cpu_kernels(engine)
         device = pick_device(engine)
         dtype = pick_dtype(engine, device)
         # The server may call from another thread: a pool of this one would stall that one's (see Worker).

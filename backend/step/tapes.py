@@ -5,7 +5,6 @@ time both ways compute and are compared, bit by bit; from then on one call does 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
@@ -136,6 +135,6 @@ def _are_same(made: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def find_tapes(model: Model, dtype: torch.dtype, device: torch.device) -> Tapes | None:
-    """None: nothing that this target computes is worth it, or can be recorded, or FORETOKEN_CPU_TAPES is 0."""
-    is_possible = device.type == "cpu" and dtype == torch.float32 and model.ranks.size == 1 and os.environ.get("FORETOKEN_CPU_TAPES") != "0"
+    """None: nothing that this target computes is worth it, or can be recorded."""
+    is_possible = device.type == "cpu" and dtype == torch.float32 and model.ranks.size == 1
     return Tapes() if is_possible and model.num_multiplied <= MOST_MULTIPLIED else None
