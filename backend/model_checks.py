@@ -114,10 +114,10 @@ def find_drafter_folder(asked: str | None, model: str | Path) -> Path | None:
     """Where a drafter's weights are: in the folder asked for, or else beside the model's own; None: neither is."""
     if asked is not None:
         return Path(asked)
-    return Path(model) if _has_own_drafter(read_config(model)) else None
+    return Path(model) if has_own_drafter(read_config(model)) else None
 
 
-def _has_own_drafter(config: Mapping[str, Any]) -> bool:
+def has_own_drafter(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     is_known = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ARCHITECTURES and names[0] in DRAFTERS
     return is_known and bool(config.get("num_nextn_predict_layers"))
@@ -166,7 +166,7 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
         spec = settle_tied(settle_shared(place_weights(spec, names), names), names)
         weights = WeightList()
         spec.list_weights(weights)
-        if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
+        if has_own_drafter(config):  # which is read with a method that wants it, and need not be there
             weights.add_known(DRAFTERS[name](values))
         quantization = read_checkpoint_quantization(config, directory)
         if quantization is not None and quantization.has_weights:

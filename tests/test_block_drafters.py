@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from backend import SamplingParams
-from backend.drafter_checks import check_drafter_folder
+from backend.drafter_checks import check_drafter_folder, find_method
 from backend.errors import ConfigError, ModelError
 from backend.planned import Drafted
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve, watch_verified, watched
@@ -278,6 +278,11 @@ def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_f
     weights = make_weights(kind)
     save_drafter(kind, weights, folder)
     return Drafter(kind, weights, target[0]), folder
+
+
+def test_a_folder_says_its_method(drafter: tuple[Drafter, Path]) -> None:
+    own, folder = drafter
+    assert find_method(folder) == own.kind.method
 
 
 @pytest.mark.parametrize("policy", ["reject_all", "accept_all"])

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from backend import SamplingParams
-from backend.drafter_checks import check_drafter_folder
+from backend.drafter_checks import check_drafter_folder, find_method
 from backend.errors import ConfigError, ModelError
 from backend.speculative_config import SpeculativeConfig
 from deploy import launcher
@@ -241,6 +241,11 @@ def make(kind: Kind, folder: Path, model: Any) -> Drafter:
 def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Path]:
     folder = tmp_path_factory.mktemp("drafter") / "drafter"
     return make(request.param, folder, target[0]), folder
+
+
+def test_a_folder_says_its_method(drafter: tuple[Drafter, Path]) -> None:
+    own, folder = drafter
+    assert find_method(folder) == own.kind.method
 
 
 @pytest.mark.parametrize("policy", ["reject_all", "accept_all"])

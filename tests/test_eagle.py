@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from backend import SamplingParams
-from backend.drafter_checks import check_drafter_folder, read_eagle_spec
+from backend.drafter_checks import check_drafter_folder, find_method, read_eagle_spec
 from backend.errors import ModelError
 from backend.model_checks import check_model
 from deploy.launcher import check_model as check_launch
@@ -291,6 +291,11 @@ def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_f
     weights = make_weights(kind)
     save_drafter(kind, weights, folder)
     return Drafter(kind, weights, target[0]), folder
+
+
+def test_a_folder_says_its_method(drafter: tuple[Drafter, Path]) -> None:
+    own, folder = drafter
+    assert find_method(folder) == own.kind.method
 
 
 @pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
