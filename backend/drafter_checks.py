@@ -16,6 +16,7 @@ from backend.model_checks import (
     check_model,
     check_rounded_parts,
     check_weights,
+    describe_names,
     find_architecture,
     has_own_drafter,
     read_model_config,
@@ -268,6 +269,11 @@ def read_heads_spec(
     spec, weights = HEADS[method](values, names, sizes, target), WeightList()
     spec.list_weights(weights)
     _check_learned(values, [name for name in names if (found := HEAD.match(name)) and int(found[1]) < spec.num_heads], weights)
+    if names and (missing := [name for name in (*weights.required, *weights.ids) if name not in names]):
+        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
+    for group in weights.optional:  # of an archive this is not known before: those that are missing would be zero
+        if 0 < len(absent := [name for name in group if name not in names]) < len(group):
+            raise ModelError(f"{directory}: weight {describe_names(absent)} is missing, though the projections beside it have theirs")
     return spec
 
 

@@ -43,7 +43,7 @@ BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|maske
 MAX_LISTED = 5
 
 
-def _describe(names: Sequence[str]) -> str:
+def describe_names(names: Sequence[str]) -> str:
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
@@ -311,21 +311,21 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         groups.append(own)
         known |= own | extra
     if missing := [name for name in required if name not in files]:
-        raise ModelError(f"{directory}: weight {_describe(missing)} is missing")
+        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
     for own in groups:
         if 0 < len(absent := [name for name in own if name not in files]) < len(own):
-            raise ModelError(f"{directory}: weight {_describe(absent)} is missing, though the projections beside it have theirs")
+            raise ModelError(f"{directory}: weight {describe_names(absent)} is missing, though the projections beside it have theirs")
     unused = [name for name in files if name not in known and name not in weights.ignored and not BUFFERS.search(name)]
     if quantization is not None:
         unused = [name for name in unused if not CACHE_TENSORS.search(name)]
     if layers := [name for name in unused if name.startswith(LAYERS)]:
-        raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
+        raise ModelError(f"{directory}: weight {describe_names(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
-        logger.warning("%s: %d weights are not used: %s", directory, len(unused), _describe(unused))
+        logger.warning("%s: %d weights are not used: %s", directory, len(unused), describe_names(unused))
     if is_named(whole := directory / WEIGHTS_FILE) and whole not in files.values():  # which transformers would take
         logger.warning("%s is not read: %s names other files, which are there", whole, INDEX_FILE)
     if unspoken := [name for name in files if name in weights.unspoken]:
-        logger.warning("%s: %d biases are used of which config.json does not speak: %s", directory, len(unspoken), _describe(unspoken))
+        logger.warning("%s: %d biases are used of which config.json does not speak: %s", directory, len(unspoken), describe_names(unspoken))
     by_file: dict[Path, list[str]] = {}
     for name in known:
         if name in files:
@@ -334,7 +334,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         _check_file(path, {name: known[name] for name in names})
         zeros = [name for name in names if name in weights.zeros]
         if zeros and (wrong := find_nonzero(path, zeros)):
-            raise ModelError(f"{path}: weight {_describe(wrong)} is not zero; this family adds no biases there")
+            raise ModelError(f"{path}: weight {describe_names(wrong)} is not zero; this family adds no biases there")
 
 
 def _expand(

@@ -67,12 +67,11 @@ class HeadsSpec:
         return len(self.heads)
 
     def list_weights(self, weights: WeightList) -> None:
-        for head in self.heads:
-            for block in head.blocks:
-                weights.add(block.linear)
-                if block.shortcut is not None:
-                    weights.add(block.shortcut)
-            weights.add(head.scores)
+        # All blocks have a bias (the authors') or none has (vLLM's), and so have all scores.
+        blocks = [block for head in self.heads for block in head.blocks]
+        if parts := [part for block in blocks for part in (block.linear, block.shortcut) if part is not None]:
+            weights.add(*parts)
+        weights.add(*(head.scores for head in self.heads))
         weights.unspoken.clear()  # no config.json of heads speaks of biases
         if self.prefix is not None:
             self.prefix.layer.list_weights(weights)
