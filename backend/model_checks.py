@@ -25,7 +25,7 @@ from backend.model_files import (
     read_config,
 )
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
-from backend.models.moe_spec import MoeSpec, settle_shared
+from backend.models.moe_spec import MoeSpec, settle_fused, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
@@ -163,7 +163,7 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     config, name, values, spec = _read_model(directory)
     if has_weights:
         names = find_weights(Path(directory))
-        spec = settle_tied(settle_shared(place_weights(spec, names), names), names)
+        spec = settle_tied(settle_fused(settle_shared(place_weights(spec, names), names), names), names)
         weights = WeightList()
         spec.list_weights(weights)
         if has_own_drafter(config):  # which is read with a method that wants it, and need not be there
@@ -227,7 +227,7 @@ def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec
         weights = WeightList()
         spec.list_weights(weights)
         if name in ARCHITECTURES:
-            weights.add_known(ARCHITECTURES[name](values))
+            weights.add_known(settle_fused(ARCHITECTURES[name](values), find_weights(Path(directory))))
         quantization = read_checkpoint_quantization(config, directory)
         check_weights(Path(directory), weights, f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}", quantization)
     else:
