@@ -36,7 +36,7 @@ from backend.models.eagle_spec import (
     read_mask_token,
 )
 from backend.models.families import ARCHITECTURES, DRAFTERS
-from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
+from backend.models.heads_spec import HEADS, MEDUSA_PREFIX, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS
 from backend.models.rope_spec import read_context_len
@@ -69,7 +69,7 @@ OWN_WEIGHTS = {
     "dspark": re.compile(r"markov_head\."),
     "dflash": re.compile(r"(?:model\.)?hidden_norm\."),
     "eagle": re.compile(r"(?:model\.)?fc\.|fusion_fc\."),
-    "medusa": re.compile(r"(?:medusa_heads\.)?(?:\d+\.\d+\.linear|blocks\.\d+\.layers|lm_heads\.\d+)\."),
+    "medusa": re.compile(r"(?:medusa_heads\.)?(?:\d+\.(?:medusa_layers\.)?\d+\.linear|blocks\.\d+\.layers|lm_heads\.\d+)\."),
     "hydra": re.compile(r"hydra_mlp\.|hydra_lm_head\."),
     "mlp_speculator": re.compile(r"(?:speculator\.)?(?:emb|forget_emb)\.0\."),
 }
@@ -180,7 +180,9 @@ def check_drafter_folder(
         heads = read_heads_spec(method, folder, names, model)
         heads.list_weights(weights)
         if is_readable:
-            check_weights(folder, weights, f"{folder} holds heads")
+            if any(name.startswith(MEDUSA_PREFIX) for name in names):
+                weights.ignored |= {name for name in names if not name.startswith(MEDUSA_PREFIX)}
+            check_weights(folder, weights, f"{folder} holds heads", read_checkpoint_quantization(read_config(folder), folder))
         # Medusa's authors' configurations may say fewer than an archive holds; of weights that are made up there are as many as they say.
         if is_readable or not has_weights or method != "medusa":
             return heads.num_heads
@@ -264,12 +266,15 @@ def read_heads_spec(
     target = Values(read_model_config(target_directory), f"{target_directory}/config.json")
     sizes = Sizes(target.integer("hidden_size", 2**17), target.integer("vocab_size", 2**22), target.integer("num_hidden_layers", 1024))
     values = Values(read_config(directory), f"{directory}/config.json")
-    if read_checkpoint_quantization(read_config(directory), directory) is not None:
-        raise ModelError(f"{values.where}: drafting heads are read of plain weights; these are quantized")
+    quantization = read_checkpoint_quantization(read_config(directory), directory)
     spec, weights = HEADS[method](values, names, sizes, target), WeightList()
     spec.list_weights(weights)
     _check_learned(values, [name for name in names if (found := HEAD.match(name)) and int(found[1]) < spec.num_heads], weights)
-    if names and (missing := [name for name in (*weights.required, *weights.ids) if name not in names]):
+
+    def is_held(name: str) -> bool:
+        return name in names or (quantization is not None and quantization.find(name.removesuffix(".weight"), names) is not None)
+
+    if names and (missing := [name for name in (*weights.required, *weights.ids) if not is_held(name)]):
         raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
     for group in weights.optional:  # of an archive this is not known before: those that are missing would be zero
         if 0 < len(absent := [name for name in group if name not in names]) < len(group):

@@ -18,10 +18,14 @@ from safetensors.torch import load_file, save_file
 from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder, find_method
 from backend.errors import ConfigError, ModelError
+from backend.model_checks import check_model
+from backend.models.heads import load_heads
+from backend.models.writing import _describe, _tensors_of
+from backend.quantization import quantize
 from backend.speculative_config import SpeculativeConfig
 from deploy import launcher
 from tests.drafting import NUM_DRAFTS, check_drafts, check_static, check_tokens, check_tree_tokens, serve
-from tests.families import Case, edited, make_model
+from tests.families import Case, assert_close, edited, load, make_model
 
 HIDDEN, VOCABULARY, INNER, EPS = 64, 301, 24, 1e-6
 TARGET = Case("llama", config={"rms_norm_eps": EPS, "num_hidden_layers": 3, "hidden_size": HIDDEN, "head_dim": 64})
@@ -367,6 +371,64 @@ def test_weights_that_are_missing_are_all_named(number: int, lacking: list[str],
     without = {name: own for name, own in weights.items() if not name.endswith(".bias")}
     torch.save(without, folder / kind.file) if is_archive else save_file(without, folder / kind.file)
     assert serve(target[1], method=made.kind.method, model=str(folder)), "none at all, as vLLM's have it"
+
+
+def logits_of_chain(kind: Kind, folder: Path, target: Path) -> list[torch.Tensor]:
+    """Of drafts 0 and 1 after two states, the drafts being any."""
+    heads = load_heads(kind.method, folder, target, load(target), torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    states, tokens = torch.randn(2, HIDDEN, generator=generator), torch.tensor([3, 8])
+    with torch.inference_mode():
+        first = heads.begin(states, tokens)
+        return [heads.logits(first, 0), heads.logits(heads.go_on(first, tokens + 1, 1), 1)]
+
+
+@pytest.mark.parametrize("number", [1, 4, 7, 9], ids=lambda number: str(KINDS[number]))
+def test_heads_in_few_bits(number: int, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """In a checkpoint that is quantized, as those of Model-Optimizer are, whole or but for some: as what the numbers stand for."""
+    kind = KINDS[number]
+    make(kind, folder := tmp_path / "drafter", target[0])
+    weights = load_file(folder / "model.safetensors")
+    last = max(name for name, own in weights.items() if own.dim() == 2)
+    rounded = {name.removesuffix(".weight"): quantize(own, "wint8") for name, own in weights.items() if own.dim() == 2 and name != last}
+    others = {name: own for name, own in weights.items() if name.removesuffix(".weight") not in rounded}
+    (plain := tmp_path / "plain").mkdir()
+    (plain / "config.json").write_text(json.dumps(kind.config))
+    save_file(others | {f"{name}.weight": own.expand() for name, own in rounded.items()}, plain / "model.safetensors")
+    parts = {f"{name}.{part}": own for name, stored in rounded.items() for part, own in _tensors_of(stored, "wint8").items()}
+    save_file(others | parts, folder / "model.safetensors")
+    said = _describe(dict.fromkeys(rounded, "wint8"), [last])
+    (folder / "config.json").write_text(json.dumps(kind.config | {"quantization_config": said}))
+    check_drafter_folder(kind.method, folder, target[1])
+    assert find_method(folder) == kind.method
+    for own, other in zip(logits_of_chain(kind, folder, target[1]), logits_of_chain(kind, plain, target[1]), strict=True):
+        assert_close(own, other)
+    lacking = next(name for name in parts if name.endswith("weight_scale"))
+    save_file(others | {name: own for name, own in parts.items() if name != lacking}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=f"weight {re.escape(lacking)} is missing"):
+        check_drafter_folder(kind.method, folder, target[1])
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("names", ["the authors'", "TensorRT-LLM's"])
+def test_heads_beside_their_model(blocks: int, names: str, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """Model-Optimizer saves them with it, and its config.json is the model's."""
+    kind = Kind("Medusa", "medusa", {"medusa_num_layers": blocks})
+    weights, _ = make_medusa(kind.config)
+    (alone := tmp_path / "alone").mkdir()
+    (alone / "config.json").write_text(json.dumps(kind.config))
+    save_file(weights, alone / "model.safetensors")
+    if names != "the authors'":
+        weights = {re.sub(r"^(\d+)\.(\d+)\.linear", r"\1.medusa_layers.\2.linear", name): own for name, own in weights.items()}
+        weights = {re.sub(rf"^(\d+)\.{blocks}\.weight", r"\1.lm_head.weight", name): own for name, own in weights.items()}
+    folder = edited(target[1], tmp_path / "both")
+    save_file(
+        load_file(target[1] / "model.safetensors") | {f"medusa_heads.{name}": own for name, own in weights.items()}, folder / "model.safetensors"
+    )
+    assert find_method(folder) == "medusa" and check_drafter_folder("medusa", folder, target[1]) == 4
+    for own, other in zip(logits_of_chain(kind, folder, target[1]), logits_of_chain(kind, alone, target[1]), strict=True):
+        assert torch.equal(own, other)
+    assert check_model(folder).layers == check_model(target[1]).layers, "it is served with its heads beside"
 
 
 REFUSED = [
