@@ -22,7 +22,7 @@ from backend.model_checks import (
     read_model_config,
     read_spec,
 )
-from backend.model_files import find_pickled, find_weights, read_config
+from backend.model_files import find_pickled, find_weights, list_pickled, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
 from backend.models.eagle_spec import (
     MASK_KEYS,
@@ -99,7 +99,10 @@ def find_method(folder: Path, *, has_weights: bool = True) -> str:
     if any(name in DRAFTERS and name not in ARCHITECTURES for name in classes):
         return MODULES_METHOD
     # EAGLE's authors give drafters their target's class: weights say more.
-    names = find_weights(folder) if has_weights and any(folder.glob("*.safetensors")) else {}
+    pickled = find_pickled(folder)
+    names: Collection[str] = ()
+    if has_weights:
+        names = list_pickled(pickled) if pickled is not None else find_weights(folder) if any(folder.glob("*.safetensors")) else ()
     for method, pattern in OWN_WEIGHTS.items():
         if any(pattern.match(name) for name in names):
             return method
@@ -108,15 +111,15 @@ def find_method(folder: Path, *, has_weights: bool = True) -> str:
         if word in words or any(config.get(key) is not None for key in keys):
             # DeepSeek's class is of drafters without the head that makes it a DSpark drafter, too.
             return "dflash" if method == "dspark" and config.get("markov_rank") == 0 else method
-    pickled = find_pickled(folder)
     try:
         if pickled is None and find_architecture(config, folder):
             return MODULES_METHOD if has_own_drafter(config) else "draft_model"
     except ModelError:
         pass
-    looked = "no weights" if not names else f"weights such as {min(names)}"
-    if pickled is not None:
-        looked = f"weights in {pickled.name}, which says nothing before it is loaded"
+    weights = sorted(name for name in names if name.endswith(".weight"))
+    looked = f"weights such as {weights[0]}" if weights else "no names of weights"
+    if pickled is not None:  # no model's are read of such
+        looked += f" in {pickled.name}"
     raise ModelError(f"{folder}/config.json: architectures {given!r:.200} is no drafter or model known here (model_type {kind!r:.80}, and {looked})")
 
 

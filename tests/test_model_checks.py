@@ -323,11 +323,11 @@ def test_a_folder_that_says_no_method(damage: Damage, message: str, tmp_path: Pa
 
 
 def test_no_folder_says_a_method(tmp_path: Path) -> None:
-    """An archive's names are not looked at before it is loaded; names on the hub, and files, are found as models are."""
+    """Of a damaged archive no names are known; names on the hub, and files, are found as models are."""
     for name in ("config.json", "pytorch_model.bin"):
         (tmp_path / name).write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (file := tmp_path / "model.txt").touch()
-    with pytest.raises(ConfigError, match=r"weights in pytorch_model\.bin, which says nothing before it is loaded\); one of mtp, "):
+    with pytest.raises(ConfigError, match=r"\(model_type None, and no names of weights in pytorch_model\.bin\); one of mtp, "):
         settle_method({"model": str(tmp_path)}, find_model)
     for asked, message in (
         (tmp_path / "none", "does not exist, nor is it a name on the hub"),
