@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,27 @@ from backend.model_checks import (
     check_model,
     check_rounded_parts,
     check_weights,
+    describe_names,
+    find_architecture,
+    has_own_drafter,
     read_model_config,
     read_spec,
 )
-from backend.model_files import find_pickled, find_weights, read_config
+from backend.model_files import find_pickled, find_weights, list_pickled, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
-from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
-from backend.models.families import DRAFTERS
-from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
+from backend.models.eagle_spec import (
+    MASK_KEYS,
+    PARD_KEYS,
+    TYPE_KEY,
+    EagleSpec,
+    choose_parallel,
+    merge_config,
+    read_eagle,
+    read_eagle3,
+    read_mask_token,
+)
+from backend.models.families import ARCHITECTURES, DRAFTERS
+from backend.models.heads_spec import HEADS, MEDUSA_PREFIX, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS
 from backend.models.rope_spec import read_context_len
@@ -31,7 +44,8 @@ from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.quantization_config import QuantizationConfig
 from backend.shared_tokens import read_shared_tokens
-from backend.speculative_config import SpeculativeConfig
+from backend.speculative_config import MODEL_METHODS, SpeculativeConfig
+from backend.speculative_names import find_unnamed
 from backend.tokenizer_checks import check_same_tokens
 
 DEFAULT_LEN = 2048
@@ -45,6 +59,83 @@ LEARNED = re.compile(
     r"|(?:model\.)?(?:(?:layers\.\d+|midlayer|transformer)\.|(?:fc|fc_norm\.\d+|input_norm|embedding_layernorm|hidden_states_layernorm)\.(?:weight|bias)$)"
 )
 """Weights of a drafter's layers, and of what config.json may or may not say that its inputs go through: none of them is there for nothing."""
+
+MODULES_METHOD = "mtp"
+"""Whose modules may come with a model."""
+SPECULATORS = {"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Methods by what speculators calls them."""
+OWN_WEIGHTS = {
+    "eagle3": re.compile(r"(?:model\.)?(?:midlayer|layers\.0)\.hidden_norm\."),
+    "dspark": re.compile(r"markov_head\."),
+    "dflash": re.compile(r"(?:model\.)?hidden_norm\."),
+    "eagle": re.compile(r"(?:model\.)?fc\.|fusion_fc\."),
+    "medusa": re.compile(r"(?:medusa_heads\.)?(?:\d+\.(?:medusa_layers\.)?\d+\.linear|blocks\.\d+\.layers|lm_heads\.\d+)\."),
+    "hydra": re.compile(r"hydra_mlp\.|hydra_lm_head\."),
+    "mlp_speculator": re.compile(r"(?:speculator\.)?(?:emb|forget_emb)\.0\."),
+}
+"""Of each method a weight that no drafter of a later one has, nor any model."""
+OWN_WORDS = {
+    "dspark": ("dspark",),
+    "dflash": ("dflash", "dflash_config"),
+    "eagle3": ("eagle3", "eagle_config", "draft_vocab_size"),
+    "eagle": ("eagle", "add_para_norm"),
+    "medusa": ("medusa", "medusa_num_heads", "medusa_num_layers", "truncated_vocab_size"),
+    "hydra": ("hydra", "hydra_num_heads", "hydra_head_arch"),
+    "mlp_speculator": ("speculator", "n_predict"),
+}
+"""Likewise, where the weights do not say it: a word in the name of the class or in model_type, then keys."""
+
+
+def find_method(folder: Path, *, has_weights: bool = True) -> str:
+    """The method that the drafter of a folder is of, whatever target it is for. Raises ModelError where neither config.json nor the names of the
+    weights say it. has_weights: false where they are made up."""
+    config = read_config(folder)
+    given, kind = config.get("architectures"), config.get("model_type")
+    classes = [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    if (made := config.get(TYPE_KEY)) is not None:
+        if not isinstance(made, str) or made not in SPECULATORS:
+            raise ModelError(f"{folder}/config.json: {TYPE_KEY} is {made!r:.80}, which names no method; known: {', '.join(SPECULATORS)}")
+        return SPECULATORS[made]
+    if any(name in DRAFTERS and name not in ARCHITECTURES for name in classes):
+        return MODULES_METHOD
+    # EAGLE's authors give drafters their target's class: weights say more.
+    pickled = find_pickled(folder)
+    names: Collection[str] = ()
+    if has_weights:
+        names = list_pickled(pickled) if pickled is not None else find_weights(folder) if any(folder.glob("*.safetensors")) else ()
+    for method, pattern in OWN_WEIGHTS.items():
+        if any(pattern.match(name) for name in names):
+            return method
+    words = " ".join([*classes, str(kind)]).lower()
+    for method, (word, *keys) in OWN_WORDS.items():
+        if word in words or any(config.get(key) is not None for key in keys):
+            # DeepSeek's class is of drafters without the head that makes it a DSpark drafter, too.
+            return "dflash" if method == "dspark" and config.get("markov_rank") == 0 else method
+    try:
+        if pickled is None and find_architecture(config, folder):
+            return MODULES_METHOD if has_own_drafter(config) else "draft_model"
+    except ModelError:
+        pass
+    weights = sorted(name for name in names if name.endswith(".weight"))
+    looked = f"weights such as {weights[0]}" if weights else "no names of weights"
+    if pickled is not None:  # no model's are read of such
+        looked += f" in {pickled.name}"
+    raise ModelError(f"{folder}/config.json: architectures {given!r:.200} is no drafter or model known here (model_type {kind!r:.80}, and {looked})")
+
+
+def settle_method(values: Any, find: Callable[[str], Path], *, has_weights: bool = True) -> tuple[Any, str]:
+    """A speculative_config as it was given -> the same, where it names a drafter and no method with the method that the folder is of, and a line
+    that says so. find: where a drafter is. Raises ConfigError where the folder does not say it, and what find raises."""
+    if (found := find_unnamed(values)) is None:
+        return values, ""
+    key, asked, method_key = found
+    read_config(folder := find(asked))  # of a folder that is none, that alone is said
+    try:
+        method = find_method(folder, has_weights=has_weights)
+    except ModelError as error:
+        raise ConfigError(f"speculative_config.method must be given: {asked} does not say it: {error}; one of {', '.join(MODEL_METHODS)}") from None
+    line = f"speculative_config.method is {method}, which the drafter in {folder} is made for"
+    return {**values, key: str(folder), method_key: method}, line
 
 
 def check_drafter_folder(
@@ -92,7 +183,9 @@ def check_drafter_folder(
         heads = read_heads_spec(method, folder, names, model)
         heads.list_weights(weights)
         if is_readable:
-            check_weights(folder, weights, f"{folder} holds heads")
+            if any(name.startswith(MEDUSA_PREFIX) for name in names):
+                weights.ignored |= {name for name in names if not name.startswith(MEDUSA_PREFIX)}
+            check_weights(folder, weights, f"{folder} holds heads", read_checkpoint_quantization(read_config(folder), folder))
         # Medusa's authors' configurations may say fewer than an archive holds; of weights that are made up there are as many as they say.
         if is_readable or not has_weights or method != "medusa":
             return heads.num_heads
@@ -102,29 +195,29 @@ def check_drafter_folder(
 def list_drafter_weights(folder: Path) -> WeightList:
     """The weights of a drafter of any kind but drafting heads, whatever target it is for: sizes that are the target's are taken from what it says
     itself. Raises ModelError for a folder that holds none."""
-    if _find_listed(config := read_config(folder), DRAFTERS):
+    if _find_listed(read_config(folder), DRAFTERS):
         weights = WeightList()
         check_drafter(folder).list_weights(weights)
         return weights
-    names, values, reasons = find_weights(folder), _read_values(folder), []
+    method = find_method(folder)
+    if method in HEADS:
+        raise ModelError(f"{folder} holds heads of method {method}, which are kept as they are stored")
+    names, values = find_weights(folder), _read_values(folder)
     hidden, vocab_size = values.integer("hidden_size", 2**17), values.integer("vocab_size", 2**22)
     hidden = values.integer("target_hidden_size", 2**17, default=hidden)
-    sizes = {"hidden_size": hidden, "vocab_size": vocab_size, "num_layers": values.integer("num_target_layers", MOST_LAYERS, default=MOST_LAYERS)}
-    for method in ("eagle3", "eagle", "dspark", "dflash"):
-        weights = WeightList()
-        try:
-            if method.startswith("eagle"):
-                spec = read_eagle_spec(folder, names, is_multi_layer=method == "eagle3", **sizes)
-                spec.list_weights(weights, vocab_size)
-            else:
-                read_dflash_spec(folder, names, is_spark=method == "dspark", **sizes).list_weights(weights)
-            check_weights(folder, weights, f"num_hidden_layers is {values.get('num_hidden_layers')}")
-        except ModelError as error:
-            reasons.append(f"\n  {method}: {error}")
-            continue
-        return weights
-    why = f"is no drafter of method mtp; known: {', '.join(DRAFTERS)}{''.join(reasons)}"
-    raise ModelError(f"{folder}/config.json: architectures {config.get('architectures')!r:.200} {why}")
+    stated = next((place for place in (values, values.section("dflash_config")) if place.has("num_target_layers")), values)
+    sizes = {"hidden_size": hidden, "vocab_size": vocab_size, "num_layers": stated.integer("num_target_layers", MOST_LAYERS, default=MOST_LAYERS)}
+    weights = WeightList()
+    try:
+        if method.startswith("eagle"):
+            spec = read_eagle_spec(folder, names, is_multi_layer=method == "eagle3", **sizes)
+            spec.list_weights(weights, vocab_size)
+        else:
+            read_dflash_spec(folder, names, is_spark=method == "dspark", **sizes).list_weights(weights)
+        check_weights(folder, weights, f"num_hidden_layers is {values.get('num_hidden_layers')}")
+    except ModelError as error:
+        raise ModelError(f"{folder} is no drafter of method {method}: {error}") from None
+    return weights
 
 
 def _find_listed(config: Mapping[str, Any], known: Collection[str]) -> bool:
@@ -176,11 +269,19 @@ def read_heads_spec(
     target = Values(read_model_config(target_directory), f"{target_directory}/config.json")
     sizes = Sizes(target.integer("hidden_size", 2**17), target.integer("vocab_size", 2**22), target.integer("num_hidden_layers", 1024))
     values = Values(read_config(directory), f"{directory}/config.json")
-    if read_checkpoint_quantization(read_config(directory), directory) is not None:
-        raise ModelError(f"{values.where}: drafting heads are read of plain weights; these are quantized")
+    quantization = read_checkpoint_quantization(read_config(directory), directory)
     spec, weights = HEADS[method](values, names, sizes, target), WeightList()
     spec.list_weights(weights)
     _check_learned(values, [name for name in names if (found := HEAD.match(name)) and int(found[1]) < spec.num_heads], weights)
+
+    def is_held(name: str) -> bool:
+        return name in names or (quantization is not None and quantization.find(name.removesuffix(".weight"), names) is not None)
+
+    if names and (missing := [name for name in (*weights.required, *weights.ids) if not is_held(name)]):
+        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
+    for group in weights.optional:  # of an archive this is not known before: those that are missing would be zero
+        if 0 < len(absent := [name for name in group if name not in names]) < len(group):
+            raise ModelError(f"{directory}: weight {describe_names(absent)} is missing, though the projections beside it have theirs")
     return spec
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig
 from backend.core import Delta, SpeculationStats, TokenLogprobs
+from backend.drafter_checks import settle_method
 from backend.engine import Engine
 from backend.errors import ConfigError, RequestError
 from backend.final_message import ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE
@@ -88,6 +89,11 @@ class LLM:
             values["quantization"], line = settle_quantization(values["quantization"], values["model"])
             if line:
                 logger.info(line)
+        has_weights = values.get("load_format") != "dummy"
+        drafting, line = settle_method(values.get("speculative_config"), find_model, has_weights=has_weights)
+        if line:
+            values["speculative_config"] = drafting
+            logger.info(line)
         try:
             config = EngineConfig.from_dict(values)
         except ConfigError as error:

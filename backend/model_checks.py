@@ -25,7 +25,7 @@ from backend.model_files import (
     read_config,
 )
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
-from backend.models.moe_spec import MoeSpec, settle_shared
+from backend.models.moe_spec import MoeSpec, settle_fused, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
@@ -43,7 +43,7 @@ BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|maske
 MAX_LISTED = 5
 
 
-def _describe(names: Sequence[str]) -> str:
+def describe_names(names: Sequence[str]) -> str:
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
@@ -114,10 +114,10 @@ def find_drafter_folder(asked: str | None, model: str | Path) -> Path | None:
     """Where a drafter's weights are: in the folder asked for, or else beside the model's own; None: neither is."""
     if asked is not None:
         return Path(asked)
-    return Path(model) if _has_own_drafter(read_config(model)) else None
+    return Path(model) if has_own_drafter(read_config(model)) else None
 
 
-def _has_own_drafter(config: Mapping[str, Any]) -> bool:
+def has_own_drafter(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     is_known = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ARCHITECTURES and names[0] in DRAFTERS
     return is_known and bool(config.get("num_nextn_predict_layers"))
@@ -163,10 +163,10 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     config, name, values, spec = _read_model(directory)
     if has_weights:
         names = find_weights(Path(directory))
-        spec = settle_tied(settle_shared(place_weights(spec, names), names), names)
+        spec = settle_tied(settle_fused(settle_shared(place_weights(spec, names), names), names), names)
         weights = WeightList()
         spec.list_weights(weights)
-        if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
+        if has_own_drafter(config):  # which is read with a method that wants it, and need not be there
             weights.add_known(DRAFTERS[name](values))
         quantization = read_checkpoint_quantization(config, directory)
         if quantization is not None and quantization.has_weights:
@@ -227,7 +227,7 @@ def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec
         weights = WeightList()
         spec.list_weights(weights)
         if name in ARCHITECTURES:
-            weights.add_known(ARCHITECTURES[name](values))
+            weights.add_known(settle_fused(ARCHITECTURES[name](values), find_weights(Path(directory))))
         quantization = read_checkpoint_quantization(config, directory)
         check_weights(Path(directory), weights, f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}", quantization)
     else:
@@ -311,21 +311,21 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         groups.append(own)
         known |= own | extra
     if missing := [name for name in required if name not in files]:
-        raise ModelError(f"{directory}: weight {_describe(missing)} is missing")
+        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
     for own in groups:
         if 0 < len(absent := [name for name in own if name not in files]) < len(own):
-            raise ModelError(f"{directory}: weight {_describe(absent)} is missing, though the projections beside it have theirs")
+            raise ModelError(f"{directory}: weight {describe_names(absent)} is missing, though the projections beside it have theirs")
     unused = [name for name in files if name not in known and name not in weights.ignored and not BUFFERS.search(name)]
     if quantization is not None:
         unused = [name for name in unused if not CACHE_TENSORS.search(name)]
     if layers := [name for name in unused if name.startswith(LAYERS)]:
-        raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
+        raise ModelError(f"{directory}: weight {describe_names(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
-        logger.warning("%s: %d weights are not used: %s", directory, len(unused), _describe(unused))
+        logger.warning("%s: %d weights are not used: %s", directory, len(unused), describe_names(unused))
     if is_named(whole := directory / WEIGHTS_FILE) and whole not in files.values():  # which transformers would take
         logger.warning("%s is not read: %s names other files, which are there", whole, INDEX_FILE)
     if unspoken := [name for name in files if name in weights.unspoken]:
-        logger.warning("%s: %d biases are used of which config.json does not speak: %s", directory, len(unspoken), _describe(unspoken))
+        logger.warning("%s: %d biases are used of which config.json does not speak: %s", directory, len(unspoken), describe_names(unspoken))
     by_file: dict[Path, list[str]] = {}
     for name in known:
         if name in files:
@@ -334,7 +334,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         _check_file(path, {name: known[name] for name in names})
         zeros = [name for name in names if name in weights.zeros]
         if zeros and (wrong := find_nonzero(path, zeros)):
-            raise ModelError(f"{path}: weight {_describe(wrong)} is not zero; this family adds no biases there")
+            raise ModelError(f"{path}: weight {describe_names(wrong)} is not zero; this family adds no biases there")
 
 
 def _expand(

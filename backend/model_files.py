@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickletools
 import re
 import stat
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -210,6 +212,17 @@ def find_pickled(directory: Path) -> Path | None:
     if (directory / INDEX_FILE).exists() or any(directory.glob("*.safetensors")):
         return None
     return next((path for name in PICKLED_FILES if (path := directory / name).exists()), None)
+
+
+def list_pickled(path: Path) -> frozenset[str]:
+    """The words in an archive of tensors, the names of all tensors among them: read, not run. None of what is no such archive, or of torch's older
+    form."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entry = next(entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl") and entry.file_size <= MAX_JSON_BYTES)
+            return frozenset(argument for _, argument, _ in pickletools.genops(archive.read(entry)) if isinstance(argument, str))
+    except Exception:  # whatever damaged and foreign files raise: loading them says it
+        return frozenset()
 
 
 def name_others(directory: Path) -> str:

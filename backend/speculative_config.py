@@ -101,7 +101,7 @@ class SpeculativeConfig(Section):
     method: str | None = None
     """none (plain decoding), naive (the speculative path without drafts), ngram, suffix, token_recycling, a model drafter (mtp, draft_model,
     eagle, eagle3, dflash, dspark, medusa, hydra or mlp_speculator), or auto: of ngram and the request_methods, whichever is worth most in each
-    step. Needed where any other key is given."""
+    step. Needed where any other key is given, but for the method of a drafter whose folder (`model`) says what it is."""
     num_speculative_tokens: int | None = None
     """Drafts a step at most, 1 to 16; of a tree: on one path. Default: 1; model drafters: num_model_steps; suffix: suffix_decoding_max_tree_depth,
     within 16; auto: 12; trees: what tree_paths say, else 4."""

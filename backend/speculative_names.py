@@ -116,6 +116,20 @@ LOOKUPS = ("ngram", "[ngram]")
 """What vLLM has for a drafter's folder where the drafter is a lookup."""
 
 
+METHOD_KEYS = ("method", "speculate_method", "speculative_algorithm")
+
+
+def find_unnamed(values: object) -> tuple[str, str, str] | None:
+    """Of a configuration that names a drafter and no method, as vLLM's do: the key of the drafter, where that is, and the key of the method."""
+    if not isinstance(values, dict) or "decoding_type" in values or any(values.get(key) is not None for key in METHOD_KEYS):
+        return None
+    own = next((key for key in METHOD_KEYS if key in values), METHOD_KEYS[0])
+    for key, value in values.items():
+        if ALIASES.get(key, key) == "model" and isinstance(value, str) and value and value not in LOOKUPS:
+            return key, value, own
+    return None
+
+
 def read_other_names(values: object, where: str = "") -> Any:
     """The same configuration in this version's names, but for ALIASES. Raises ConfigError for what is done otherwise here."""
     if not isinstance(values, dict):

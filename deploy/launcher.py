@@ -18,7 +18,7 @@ from typing import Any
 
 from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig, is_bundled
-from backend.drafter_checks import check_drafter_folder, check_drafter_rounding, check_num_drafts
+from backend.drafter_checks import check_drafter_folder, check_drafter_rounding, check_num_drafts, settle_method
 from backend.errors import ConfigError, ModelError
 from backend.model_files import expand_user, find_pickled, name_others, name_tokenizers, read_config, settle_path
 from backend.model_sources import MOVED, Source, check_ascii, find_model
@@ -148,13 +148,16 @@ def check_nodes(engine: EngineConfig) -> None:
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 
 
+def drafter_source(load_format: str, download_dir: str | None) -> Source:
+    return Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
+
+
 def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors", download_dir: str | None = None) -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     method = config.model_method
     if not config.has_weights:
         return None
-    source = Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
-    asked = str(find_model(config.model, source)) if config.model else None
+    asked = str(find_model(config.model, drafter_source(load_format, download_dir))) if config.model else None
     found = model_checks.find_drafter_folder(asked, model)
     if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")
@@ -308,6 +311,12 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             values |= {} if line else {"quantization": option}
             if line:
                 print(f"foretoken serve: note: {line}", file=sys.stderr)
+        load_format = str(values.get("load_format", EngineConfig.load_format))
+        origin = drafter_source(load_format, values.get("download_dir"))
+        drafting, line = settle_method(values.get("speculative_config"), lambda name: find_model(name, origin), has_weights=origin.has_weights)
+        if line:
+            values["speculative_config"] = drafting
+            print(f"foretoken serve: note: {line}", file=sys.stderr)
         config, engine = split_keys(values)
         check_nodes(engine)
         check_password(engine.disaggregation)

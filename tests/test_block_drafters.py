@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from backend import SamplingParams
-from backend.drafter_checks import check_drafter_folder
+from backend.drafter_checks import check_drafter_folder, find_method
 from backend.errors import ConfigError, ModelError
 from backend.planned import Drafted
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve, watch_verified, watched
@@ -280,6 +280,11 @@ def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_f
     return Drafter(kind, weights, target[0]), folder
 
 
+def test_a_folder_says_its_method(drafter: tuple[Drafter, Path]) -> None:
+    own, folder = drafter
+    assert find_method(folder) == own.kind.method
+
+
 @pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
 def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     own, folder = drafter
@@ -403,6 +408,9 @@ REFUSED = [
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
     (0, {"dflash_config": LISTED | {"projector_type": "domino"}}, "projector_type 'domino' is not supported; known: dflash, dspark"),
     (0, {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 9}, "num_target_layers is 9; it must be 8, as many as the target has"),
+    (0, {"num_target_layers": 36}, "num_target_layers is 36; it must be 8, as many as the target has"),
+    (4, {"num_target_layers": 6}, "num_target_layers is 6; it must be 8, as many as the target has"),
+    (0, {"dflash_config": LISTED | {"num_target_layers": 6}}, "num_target_layers is 6; it must be 8, as many as the target has"),
     (0, {"num_hidden_layers": 1}, r"weight layers\.1\..* would not be used: num_hidden_layers is 1, and the weights are those of another"),
     (0, {"num_hidden_layers": 3}, r"weight layers\.2\..* is missing"),
     (3, {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; it must be 'dflash' with this method"),

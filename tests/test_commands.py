@@ -86,6 +86,14 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}"}'""",
         {"max_batch_size": 96, "parallel_config": {"tensor_parallel_size": 4}, "speculative_config.method": "mtp"},
     ),
+    "a drafter without its method": (
+        FASTDEPLOY + """--speculative-config '{"model": "${path_to_mtp_model}", "num_speculative_tokens": 2}'""",
+        {"speculative_config.model": str(BUNDLED_DRAFTER)},
+    ),
+    "vLLM before 0.9, a drafter": (
+        "vllm serve ${MODEL_TAG} --speculative-model ${DRAFT_MODEL_TAG} --num-speculative-tokens 3",
+        {"speculative_config": {"model": str(BUNDLED_DRAFTER), "num_speculative_tokens": 3}},
+    ),
     "verify_strategy": (
         FASTDEPLOY + """--speculative-config '{"method": "mtp", "verify_strategy": "greedy", "num_speculative_tokens": 1, "model": """
         """"${path_to_mtp_model}"}'""",
@@ -212,9 +220,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "--mtp-quant a8w8_fp8 --cache-max-entry-count 0.5 --num-tokens 8",
         "cache_max_entry_count 0.5 is not an option here: say --gpu-memory-utilization",
     ),
-    "a drafter without its method": (
-        FASTDEPLOY + """--speculative-config '{"model": "${path_to_mtp_model}", "num_speculative_tokens": 2}'""",
-        "speculative_config.method must be given with other keys (model, num_speculative_tokens)",
+    "a number of drafts without a method": (
+        FASTDEPLOY + """--speculative-config '{"num_speculative_tokens": 2}'""",
+        "speculative_config.method must be given with other keys (num_speculative_tokens)",
     ),
     "names without the interface": ("vllm serve ${MODEL_TAG} --served-model-name dsv3", "served_model_name is an option of OpenAI's interface"),
     "no model": ("vllm serve ''", "the model's name is empty"),
@@ -276,6 +284,9 @@ def test_what_people_paste_starts(state: Path, tmp_path: Path, name: str, capsys
     model = "prefill" if values.get("disaggregation", {}).get("role") == "prefill" else "decode"
     told = parameters_of(read_pbtxt(tmp_path / "rendered" / model / "config.pbtxt"))
     assert told["model"] == str(BUNDLED_MODEL) and "speculative_config" in told
+    drafting = values.get("speculative_config") or {}
+    if drafting.get("model") == str(BUNDLED_DRAFTER) and "method" not in drafting:
+        assert json.loads(told["speculative_config"])["method"] == "mtp" and any("speculative_config.method is mtp, which" in note for note in notes)
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -294,6 +305,7 @@ def test_what_cannot_start_says_what_differs(state: Path, tmp_path: Path, name: 
          "speculative_config": {"method": "suffix", "num_speculative_tokens": 15}},
         {"model": str(BUNDLED_MODEL), "tensor_parallel_size": 1, "distributed_executor_backend": "mp", "enforce_eager": True, "max_num_seqs": 4,
          "async_scheduling": True, "speculative_config": {"method": "mtp", "draft_tensor_parallel_size": 1, "num_speculative_tokens": 2}},
+        {"model": str(BUNDLED_MODEL), "speculative_config": {"model": str(DEFAULT_DRAFTER), "num_speculative_tokens": 2}},
     ],
 )  # fmt: skip
 def test_engines_in_a_program(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

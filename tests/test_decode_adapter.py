@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.config import BUNDLED_MODEL
+from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError
 from backend.own_process import command
 from deploy.supervision.processes import is_running
@@ -458,6 +458,18 @@ def test_a_process_that_can_start_no_threads_ends_with_its_parent() -> None:
 def test_an_engine_that_cannot_be_loaded_says_why(adapter, tmp_path, values, error, message):
     with pytest.raises(error, match=message), running_model(adapter, tmp_path, PLAIN, **values):
         pass
+
+
+def test_a_drafter_that_says_its_method(adapter, tmp_path):
+    """Its folder is named relative to the version folder, or whole."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "head").symlink_to(DEFAULT_DRAFTER)
+    for drafter in ("../head", str(DEFAULT_DRAFTER)):
+        values = {"model": str(BUNDLED_MODEL), "speculative_config": json.dumps({"model": drafter})}
+        parameters = {key: {"string_value": value} for key, value in values.items()}
+        config = {"model_config": json.dumps({"parameters": parameters}), "model_repository": str(tmp_path), "model_version": "1"}
+        found = adapter.read_engine_config({**config, "model_instance_kind": "CPU", "model_name": "decode"}).speculative_config
+        assert (found.method, found.model) == ("eagle3", str(DEFAULT_DRAFTER))
 
 
 @pytest.mark.parametrize("depth", [100, 400, 600, 900, 5000])

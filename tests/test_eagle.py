@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from backend import SamplingParams
-from backend.drafter_checks import check_drafter_folder, read_eagle_spec
+from backend.drafter_checks import check_drafter_folder, find_method, read_eagle_spec
 from backend.errors import ModelError
 from backend.model_checks import check_model
 from deploy.launcher import check_model as check_launch
@@ -291,6 +291,23 @@ def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_f
     weights = make_weights(kind)
     save_drafter(kind, weights, folder)
     return Drafter(kind, weights, target[0]), folder
+
+
+def test_a_folder_says_its_method(drafter: tuple[Drafter, Path]) -> None:
+    own, folder = drafter
+    assert find_method(folder) == own.kind.method
+
+
+@pytest.mark.parametrize("number", [1, 10, 11], ids=lambda number: str(KINDS[number]))
+def test_an_archive_says_its_method(number: int, tmp_path: Path) -> None:
+    """By its names alone, where it has its target's class, as the authors' has: nothing of it is run."""
+    kind = replace(KINDS[number], file="pytorch_model.bin")
+    save_drafter(kind, make_weights(kind), tmp_path / "made")
+    own = edited(tmp_path / "made", tmp_path / "drafter", architectures=["LlamaForCausalLM"], draft_vocab_size=..., add_para_norm=...)
+    assert find_method(own) == kind.method
+    (own / "pytorch_model.bin").write_bytes((own / "pytorch_model.bin").read_bytes()[:-40])
+    with pytest.raises(ModelError, match=r"no names of weights in pytorch_model\.bin"):
+        find_method(own)
 
 
 @pytest.mark.parametrize("policy", ["reject_all", "accept_all"])

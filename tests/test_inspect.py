@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
 from backend.models.gguf_folder import write_folder
 from backend.models.inspection import _weight_bytes
 from backend.models.loading import check_model, open_checkpoint
@@ -132,6 +132,7 @@ def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert inspect(capsys, BUNDLED_DRAFTER)["fits"].startswith("targets of hidden_size 192 and vocab_size 4096")
     assert inspect(capsys, BUNDLED_DRAFTER, "--target", BUNDLED_MODEL)["drafter"].endswith("as mtp")
     assert inspect(capsys, BUNDLED_MODEL, "--target", BUNDLED_MODEL)["drafter"].endswith("as draft_model")
+    assert inspect(capsys, DEFAULT_DRAFTER)["drafter"] == "of method eagle3"
     make_model(Case("llama"), tmp_path / "model")
     said = refused(capsys, BUNDLED_DRAFTER, "--target", tmp_path / "model")
     assert "is no drafter for" in said and "mtp: " in said and "hidden_size is 192; the target's is 64" in said

@@ -19,7 +19,7 @@ from backend.step.worker import Worker
 from kernels import ops, reference
 from tests.families import Case, assert_close, check_case, edited, make_model, refused, rope
 from tests.steps import make_worker
-from tests.test_mixtures import logits_of, on_ranks
+from tests.test_mixtures import check_fused, logits_of, on_ranks
 
 SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 12, "num_key_value_heads": 4}
 EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1}
@@ -51,6 +51,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_as_transformers(case: tuple[Case, Any, Path]) -> None:
     check_case(*case, CASES)
+
+
+def test_all_experts_in_one_weight(case: tuple[Case, Any, Path], tmp_path: Path) -> None:
+    _, model, folder = case
+    check_fused(model, folder, tmp_path / "fused")
 
 
 @pytest.fixture(scope="module")

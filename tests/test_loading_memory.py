@@ -46,10 +46,10 @@ print(peak - before)
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[True, False], ids=["each expert", "fused experts"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    make_model(MIXTURE, folder)
+    make_model(MIXTURE, folder).save_pretrained(folder, save_original_format=request.param)
     return folder
 
 

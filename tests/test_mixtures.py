@@ -7,23 +7,28 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 
 from backend.config import EngineConfig
-from backend.errors import ConfigError
+from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_model, check_split
+from backend.models.inspection import _weight_bytes
 from backend.models.layers import Weights
+from backend.models.loader import Checkpoint
 from backend.models.moe import load_experts
 from backend.models.moe_spec import MoeSpec
+from backend.models.writing import write_quantized
 from backend.parallel.ranks import Ranks, make_ranks
+from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
 from kernels import ops
-from tests.families import Case, assert_close, check_case, edited, load, make_model, random_tokens, refused
+from tests.families import Case, assert_close, check_case, edited, load, make_model, put_tokenizer, random_tokens, refused
 from tests.steps import Row, Steps, make_worker
 
 CPU = torch.device("cpu")
@@ -66,6 +71,78 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_as_transformers(case: tuple[Case, Any, Path]) -> None:
     check_case(*case, CASES)
+
+
+def save_fused(model: Any, folder: Path) -> Path:
+    """As transformers holds experts: all in one weight."""
+    model.save_pretrained(folder, save_original_format=False)
+    put_tokenizer(folder, model.config.vocab_size)
+    return folder
+
+
+def check_fused(model: Any, folder: Path, fused: Path) -> None:
+    names = load_file(save_fused(model, fused) / "model.safetensors")
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names) and not any(".experts.0." in name for name in names)
+    assert torch.equal(logits_of(make_worker(fused)), logits_of(make_worker(folder)))
+    for size in (1, 2):
+        sizes = [_weight_bytes(check_model(path), torch.float32, size) for path in (fused, folder)]
+        assert sizes[0] == sizes[1], "what inspect says"
+
+
+def test_all_experts_in_one_weight(case: tuple[Case, Any, Path], tmp_path: Path) -> None:
+    check_fused(*case[1:], tmp_path / "fused")
+
+
+class Noting(Checkpoint):
+    """Which fused experts were read."""
+
+    asked: ClassVar[set[int]] = set()
+
+    def get_one(self, name: str, shape: tuple[int, ...], number: int) -> torch.Tensor:
+        self.asked.add(number)
+        return super().get_one(name, shape, number)
+
+
+@pytest.mark.parametrize("scheme", [None, "wint8"])
+@pytest.mark.parametrize("is_spread", [False, True], ids=["split", "spread"])
+def test_ranks_and_rounding_of_fused_experts(is_spread: bool, scheme: str | None, folders: Callable[..., Path], tmp_path: Path) -> None:
+    """A rank reads no others than it holds."""
+    folder = folders("mixtral", 4)
+    fused = save_fused(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "fused")
+    Noting.asked.clear()
+    made, x = [], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    for path in (folder, fused):
+        with Noting(path) as checkpoint:
+            rounding = QuantizationConfig(moe_quant_type=scheme)
+            weights = Weights(checkpoint, torch.float32, CPU, Ranks(1, 2), rounding, is_expert_parallel=is_spread)
+            experts = load_experts(check_model(path).layers[0].mlp, weights).experts
+            made.append(torch.stack([expert(x) for expert in experts]))
+    assert torch.equal(*made)
+    assert Noting.asked == ({2, 3} if is_spread else {0, 1, 2, 3})
+
+
+BROKEN: list[tuple[str, torch.Tensor | None, str]] = [
+    ("1.mlp.experts.down_proj", None, "is missing"),
+    ("1.mlp.experts.gate_up_proj", torch.zeros(5, 64, 48), "has shape (5, 64, 48); config.json makes it (5, 48, 64)"),
+    ("0.mlp.experts.down_proj", torch.zeros(5, 64, 24, dtype=torch.int8), "is of dtype I8; known: F64, F32, F16, BF16"),
+]
+
+
+@pytest.mark.parametrize(("name", "weight", "message"), BROKEN, ids=["missing", "shape", "dtype"])
+def test_fused_experts_that_are_none(name: str, weight: torch.Tensor | None, message: str, folders: Callable[..., Path], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders("qwen2_moe"), dtype=torch.float32)
+    fused = save_fused(model, tmp_path / "fused")
+    weights = {own: tensor for own, tensor in load_file(fused / "model.safetensors").items() if own != f"model.layers.{name}"}
+    save_file(weights | ({} if weight is None else {f"model.layers.{name}": weight}), fused / "model.safetensors")
+    refused(fused, f"weight model.layers.{name} {message}")
+
+
+def test_fused_experts_are_not_rounded_in_a_folder(folders: Callable[..., Path], tmp_path: Path) -> None:
+    fused = save_fused(transformers.AutoModelForCausalLM.from_pretrained(folders("olmoe"), dtype=torch.float32), tmp_path / "fused")
+    with pytest.raises(ModelError, match=r"weight model\.layers\.0\.mlp\.experts\.gate_up_proj, of all experts, is not rounded: save the model with"):
+        write_quantized(fused, tmp_path / "out", QuantizationConfig(dense_quant_type="wint8", moe_quant_type="wint8"))
+    write_quantized(fused, tmp_path / "out", QuantizationConfig(dense_quant_type="wint8"))
+    assert load(tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

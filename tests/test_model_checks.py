@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
-from backend.errors import ModelError
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
+from backend.drafter_checks import settle_method
+from backend.errors import ConfigError, ModelError
+from backend.model_sources import find_model
 from backend.models import load_model
 from backend.models.mtp import Mtp
 from backend.parallel.ranks import Ranks
@@ -268,6 +270,74 @@ def test_drafters(tmp_path: Path, target: Any, capsys: pytest.CaptureFixture[str
     with pytest.raises(ModelError) as caught:
         Mtp(drafter, target, torch.float32, CPU)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "values", "method"),
+    [
+        (BUNDLED_DRAFTER, {}, "mtp"),
+        (DEFAULT_DRAFTER, {}, "eagle3"),
+        (DEFAULT_DRAFTER, {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "eagle3"),
+        (BUNDLED_MODEL, {}, "draft_model"),
+        (BUNDLED_MODEL, {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 1}, "mtp"),
+    ],
+    ids=str,
+)
+def test_a_method_follows_from_the_drafters_folder(drafter: Path, values: dict[str, Any], method: str, tmp_path: Path) -> None:
+    """As vLLM's users leave it out. What says a method, by any name, is left as it is."""
+    folder = Path(shutil.copytree(drafter, tmp_path / "drafter"))
+    edited(**values)(folder)
+    found = {"model": str(folder), "method": method, "num_speculative_tokens": 2}
+    for key, none in (("model", {}), ("speculative_model", {"method": None})):
+        given = {key: str(folder), "num_speculative_tokens": 2, **none}
+        settled, line = settle_method(given, find_model)
+        assert settled == {key if own == "model" else own: value for own, value in found.items()}
+        assert line == f"speculative_config.method is {method}, which the drafter in {folder} is made for"
+    named = ({"method": "ngram"}, {"speculate_method": "ngram"}, {"speculative_algorithm": "NGRAM"}, {"decoding_type": "NGram"}, {"model": "[ngram]"})
+    for other in ({}, None, 5, {"num_speculative_tokens": 2}, {"model": 5}, *({"model": str(folder)} | own for own in named)):
+        assert settle_method(other, find_model) == (other, "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            edited(architectures=["MambaForCausalLM"]),
+            "architectures ['MambaForCausalLM'] is no drafter or model known here (model_type 'llama', and weights",
+        ),
+        (
+            edited(speculators_model_type="mtp"),
+            "speculators_model_type is 'mtp', which names no method; known: eagle, eagle3, peagle, dflash, dspark",
+        ),
+        (edited(speculators_model_type=[]), "speculators_model_type is [], which names no method"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_says_no_method(damage: Damage, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    damage(folder)
+    assert launch(BUNDLED_MODEL, tmp_path, f"--speculative-config={json.dumps({'model': str(folder)})}") == 2
+    said = capsys.readouterr().err
+    assert f"speculative_config.method must be given: {folder} does not say it: {folder}/config.json: {message}" in said
+    assert said.strip().endswith("; one of mtp, draft_model, eagle, eagle3, dflash, dspark, medusa, hydra, mlp_speculator")
+
+
+def test_no_folder_says_a_method(tmp_path: Path) -> None:
+    """Of a damaged archive no names are known; names on the hub, and files, are found as models are."""
+    for name in ("config.json", "pytorch_model.bin"):
+        (tmp_path / name).write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (file := tmp_path / "model.txt").touch()
+    with pytest.raises(ConfigError, match=r"\(model_type None, and no names of weights in pytorch_model\.bin\); one of mtp, "):
+        settle_method({"model": str(tmp_path)}, find_model)
+    for asked, message in (
+        (tmp_path / "none", "does not exist, nor is it a name on the hub"),
+        (file, "is no model folder: name a folder"),
+        ("none", "model folder none does not exist"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            settle_method({"model": str(asked)}, find_model)
+    with pytest.raises(ModelError, match=r"model folder .*/none does not exist"):
+        settle_method({"model": "none"}, lambda name: tmp_path / name)
 
 
 def test_a_drafter_that_repeats_its_targets_weights(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from backend import LLM, SamplingParams
+from backend.drafter_checks import find_method
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model, find_drafter_folder
 from deploy.launcher import check_drafter as check_before_launch
@@ -158,6 +159,10 @@ def make_checkpoint(own: Own, folder: Path) -> Modules:
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Modules, Path]:
     folder = tmp_path_factory.mktemp("model")
     return make_checkpoint(request.param, folder), folder
+
+
+def test_a_folder_says_its_method(checkpoint: tuple[Modules, Path]) -> None:
+    assert find_method(checkpoint[1]) == "mtp"
 
 
 def serve(folder: Path, **speculative: Any) -> LLM:

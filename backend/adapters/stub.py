@@ -14,8 +14,11 @@ import numpy
 import triton_python_backend_utils as pb_utils
 
 from backend.config import EngineConfig
+from backend.drafter_checks import settle_method
 from backend.errors import ConfigError, describe_error, error_code
 from backend.model_files import settle_path
+
+logger = logging.getLogger(__name__)
 
 DRAIN_FILE = "drain-{pid}"
 """In the version folder; pid: of the server, this process's parent, so that another server's end is not taken for its own. Whoever stops the
@@ -93,11 +96,16 @@ def read_engine_config(arguments: dict[str, str]) -> EngineConfig:
     values["model"] = resolve_model(values, arguments)
     if arguments["model_instance_kind"] == "GPU" and "device" not in values:
         values["device"] = f"cuda:{arguments['model_instance_device_id']}"
+    folder, has_weights = model_folder(arguments), values.get("load_format") != "dummy"
+    drafting, line = settle_method(values.get("speculative_config"), lambda name: settle_path(folder / name), has_weights=has_weights)
+    if line:
+        values["speculative_config"] = drafting
+        logger.info(line)
     config = EngineConfig.from_dict(values, f"{arguments['model_name']}: ")
     speculative = config.speculative_config
     if not speculative.has_weights:
         return config
-    drafter = str(settle_path(model_folder(arguments) / (speculative.model or DRAFTER_FOLDER)))
+    drafter = str(settle_path(folder / (speculative.model or DRAFTER_FOLDER)))
     return dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
 
 

@@ -192,6 +192,10 @@ def _read_markov(place: Place, *, is_spark: bool, is_anchor_sampled: bool, defau
 
 def _read_tapped_layers(values: Values, section: Values, count: int) -> tuple[int, ...]:
     """The layers of the target, `count` in all, whose inputs are taken: the authors name those whose output it is (-1: the embedding)."""
+    # Layers of another model may happen to fit, and hardly a draft would be right.
+    for place in (values, section):
+        if place.has("num_target_layers") and place.integer("num_target_layers", 1024) != count:
+            raise place.refuse("num_target_layers", f"{count}, as many as the target has")
     for place, key, offset in (
         (values, "aux_hidden_state_layer_ids", 0),
         (section, "target_layer_ids", 1),
@@ -205,8 +209,6 @@ def _read_tapped_layers(values: Values, section: Values, count: int) -> tuple[in
             raise place.refuse(key, f"a list of layers of the target, which has {count}")
         return tuple(found)
     if values.has("num_target_layers"):  # z-lab's and SpecForge's own choice where the file names none
-        if values.integer("num_target_layers", 1024) != count:
-            raise values.refuse("num_target_layers", f"{count}, as many as the target has")
         num_layers = read_num_layers(values)
         if count < 4 or num_layers == 1:
             return (count // 2 + 1,)

@@ -7,11 +7,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
+from backend.models.eagle_spec import has_part
 from backend.models.families.llama import llama_layer
 from backend.models.spec import LayerSpec, Projection, WeightList
 from backend.models.values import Values
 
 MAX_HEADS = 16
+MEDUSA_PREFIX = "medusa_heads."
+"""Of heads' names where others may be beside them: those of the model, which Model-Optimizer saves together with its heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,11 @@ class HeadsSpec:
         return len(self.heads)
 
     def list_weights(self, weights: WeightList) -> None:
-        for head in self.heads:
-            for block in head.blocks:
-                weights.add(block.linear)
-                if block.shortcut is not None:
-                    weights.add(block.shortcut)
-            weights.add(head.scores)
+        # All blocks have a bias (the authors') or none has (vLLM's), and so have all scores.
+        blocks = [block for head in self.heads for block in head.blocks]
+        if parts := [part for block in blocks for part in (block.linear, block.shortcut) if part is not None]:
+            weights.add(*parts)
+        weights.add(*(head.scores for head in self.heads))
         weights.unspoken.clear()  # no config.json of heads speaks of biases
         if self.prefix is not None:
             self.prefix.layer.list_weights(weights)
@@ -138,22 +140,28 @@ class LstmSpec:
 
 
 def read_medusa(values: Values, names: Collection[str], sizes: Sizes, target: Values) -> HeadsSpec:
-    """Medusa (Cai et al. 2024), in the authors' format and vLLM's. names: of the weights, where they are known."""
+    """Medusa (Cai et al. 2024), in the authors' format, vLLM's and Model-Optimizer's, which has the authors' names beside its model's, or those of
+    TensorRT-LLM. names: of the weights, where they are known."""
     _check_sizes(values, sizes)
-    prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
-    is_blocks = values.has("num_heads") or f"{prefix}blocks.0.layers.0.weight" in names
-    num_layers = values.integer("num_hidden_layers" if is_blocks else "medusa_num_layers", 64, default=1)
+    prefix = MEDUSA_PREFIX if any(name.startswith(MEDUSA_PREFIX) for name in names) else ""
+    is_blocks = values.has("num_heads") or has_part(f"{prefix}blocks.0.layers.0", names)
+    has_parts = has_part(f"{prefix}0.medusa_layers.0.linear", names)
+    # Model-Optimizer's config.json is the model's, and says nothing of heads.
+    listed = _count(names, rf"{prefix}0\.(?:medusa_layers\.)?(\d+)\.linear\.")
+    num_layers = values.integer("num_hidden_layers" if is_blocks else "medusa_num_layers", 64, default=1 if is_blocks else max(1, listed))
     # The authors' configurations say two heads of files that hold five.
     stated = values.integer("num_heads" if is_blocks else "medusa_num_heads", MAX_HEADS, default=None if is_blocks else 5)
-    found = _count(names, rf"{prefix}blocks\.(\d+)\." if is_blocks else rf"{prefix}(\d+)\.\d+\.linear\.weight")
+    found = _count(names, rf"{prefix}blocks\.(\d+)\." if is_blocks else rf"{prefix}(\d+)\.(?:medusa_layers\.)?\d+\.linear\.")
     count = stated if is_blocks or not found else found
     num_scores = values.integer("truncated_vocab_size", sizes.vocab, low=0, default=0) or sizes.vocab  # speculators writes 0
     is_shared = values.flag("original_lm_head")
     heads = []
     for i in range(count):
-        block = f"{prefix}blocks.{i}.layers" if is_blocks else f"{prefix}{i}"
+        block = f"{prefix}blocks.{i}.layers" if is_blocks else f"{prefix}{i}.medusa_layers" if has_parts else f"{prefix}{i}"
         blocks = [Block(Projection(f"{block}.{j}" if is_blocks else f"{block}.{j}.linear", sizes.hidden, sizes.hidden)) for j in range(num_layers)]
-        scores = f"{prefix}lm_heads.{0 if is_shared else i}" if is_blocks else f"{block}.{num_layers}"
+        scores = f"{prefix}{i}.lm_head" if has_parts else f"{block}.{num_layers}"
+        if is_blocks:
+            scores = f"{prefix}lm_heads.{0 if is_shared else i}"
         heads.append(Head(tuple(blocks), Projection(scores, num_scores, sizes.hidden)))
     return HeadsSpec(values.where, tuple(heads), sizes.hidden, map=f"{prefix}token_map" if num_scores < sizes.vocab else None)
 
@@ -167,7 +175,7 @@ def read_hydra(values: Values, names: Collection[str], sizes: Sizes, target: Val
     is_grounded = values.flag("grounded_heads", default=not names or any(".res_connection." in name for name in names))
     offset = values.integer("hidden_state_offset", sizes.num_layers, low=0, default=0)
     # Where each part has a dropout before it, places count double.
-    has_dropout = kind == "prefix-mlp" or ("hydra_mlp.0.1.linear.weight" in names and "hydra_mlp.0.0.linear.weight" not in names)
+    has_dropout = kind == "prefix-mlp" or (has_part("hydra_mlp.0.1.linear", names) and not has_part("hydra_mlp.0.0.linear", names))
     heads = []
     for i in range(count):
         blocks = []
@@ -192,7 +200,7 @@ def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target
         raise values.refuse("num_lookahead_tokens", f"n_predict ({count}) at most, since tie_weights is false")
     _check_sizes(values, sizes, hidden_key="emb_dim")
     inner = values.integer("inner_dim", 2**17, low=0, default=0) or sizes.hidden
-    prefix = "" if "emb.0.weight" in names else "speculator."
+    prefix = "" if has_part("emb.0", names) else "speculator."
     if (found := _count(names, rf"{re.escape(prefix)}emb\.(\d+)\.")) > max(count, num_drafts):  # how much a token counts for follows from it
         raise values.refuse("n_predict", f"{found}, as many embeddings as the file has")
 
@@ -231,7 +239,7 @@ def _read_lstm(values: Values, names: Collection[str], sizes: Sizes) -> LstmSpec
         where=values.where,
         num_predicted=count,
         num_drafts=values.integer("num_lookahead_tokens", MAX_HEADS, default=count),
-        prefix="" if "forget_emb.0.weight" in names else "speculator.",
+        prefix="" if has_part("forget_emb.0", names) else "speculator.",
         hidden_size=sizes.hidden,
         inner=inner,
         vocab_size=sizes.vocab,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
-from backend.drafter_checks import check_drafter_folder
+from backend.drafter_checks import MODULES_METHOD, check_drafter_folder, find_method
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_drafter, check_model, check_split, find_architecture
@@ -97,6 +97,8 @@ def _own_drafter(path: Path, config: Mapping[str, Any], has_weights: bool) -> di
         return None
     except ModelError as error:
         try:
+            if (method := find_method(path, has_weights=has_weights)) != MODULES_METHOD:
+                return {"drafter": f"of method {method}", "fits": "--target MODEL says whether a model is one that it was made for"}
             spec = check_drafter(path, has_weights=has_weights)
         except ModelError:
             raise error from None  # of the two, that it is no model known here

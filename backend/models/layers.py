@@ -104,15 +104,17 @@ class Weights:
     def stored(self, projection: Projection, scheme: str | None) -> Stored:
         """A projection's weight [out, in], rounded as `scheme` says. Raises ModelError where it is rounded already."""
         weight = self.checkpoint.get_projection(projection.name, projection.out_features, projection.in_features)
+        return self.hold(projection.name, weight, scheme)
+
+    def hold(self, name: str, weight: Stored, scheme: str | None) -> Stored:
+        """The same of one that has been read, called `name`."""
         if isinstance(weight, Quantized):
             if scheme is not None:
-                raise ModelError(
-                    f"{self.checkpoint.directory}: {projection.name} is quantized already; leave its type ({scheme}) out of quantization"
-                )
+                raise ModelError(f"{self.checkpoint.directory}: {name} is quantized already; leave its type ({scheme}) out of quantization")
             return weight.to(self.device)
         if scheme is None:
             return weight.to(self.device, self.dtype)
-        rounded = self.round(projection.name, weight.to(self.device), scheme)
+        rounded = self.round(name, weight.to(self.device), scheme)
         self._num_rounded += weight.numel()
         if self._num_rounded >= 4 * PIECE:  # what they took for a while is much beside what stays
             self._num_rounded = 0

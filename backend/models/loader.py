@@ -66,6 +66,13 @@ class Checkpoint:
         """One weight, whole. Raises ModelError when it is missing, unreadable, or not plain numbers of `shape`."""
         return _check_type(self._read(name, (shape,)), NUMBERS, f"{self._files[name]}: weight {name}")
 
+    def get_one(self, name: str, shape: tuple[int, ...], number: int) -> torch.Tensor:
+        """The same of entry `number` of one of several dimensions, of which the others are not read."""
+        path, entry = self._files[name], self._open(name).get_slice(name)
+        if (found := tuple(entry.get_shape())) != shape:
+            raise ModelError(f"{path}: weight {name} has shape {found}; config.json makes it {shape}")
+        return _check_type(entry[number], NUMBERS, f"{path}: weight {name}")
+
     def get_ids(self, name: str, count: int) -> torch.Tensor:
         """The same of `count` integers, int64."""
         return _check_type(self.get_any(name, ((count,),)), IDS, f"{self.directory}: weight {name}").long()
@@ -96,18 +103,24 @@ class Checkpoint:
             raise ModelError(f"{self.directory}: {name}.{error}") from None
 
     def _read(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-        path = self._files.get(name)
-        if path is None:
-            raise ModelError(f"{self.directory}: weight {name} is missing")
-        if path not in self._handles:
-            self._handles[path] = open_weights(path, "pt")
+        handle = self._open(name)
+        path = self._files[name]
         try:
-            tensor = self._handles[path].get_tensor(name)
+            tensor = handle.get_tensor(name)
         except SafetensorError as error:
             raise ModelError(f"{path}: weight {name} cannot be read: {error}") from None
         if tuple(tensor.shape) not in shapes:
             raise ModelError(f"{path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shapes[0]}")
         return tensor
+
+    def _open(self, name: str) -> Any:
+        """The file of a weight."""
+        path = self._files.get(name)
+        if path is None:
+            raise ModelError(f"{self.directory}: weight {name} is missing")
+        if path not in self._handles:
+            self._handles[path] = open_weights(path, "pt")
+        return self._handles[path]
 
 
 class PickledCheckpoint(Checkpoint):

@@ -114,18 +114,32 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
     gate_up = weights.empty(num_own, 2 * size, spec.hidden_size)
     down = weights.empty(num_own, spec.hidden_size, size)
     for place, number in enumerate(numbers):
-        gate, up, back = ((f"{p.name}.weight", (p.out_features, p.in_features)) for p in spec.expert(number))
-        gate_up[place, :size] = weights.checkpoint.get(*gate)[inner]
-        gate_up[place, size:] = weights.checkpoint.get(*up)[inner]
-        down[place] = weights.checkpoint.get(*back)[:, inner]
+        gate, up, back = _read_plain(spec, weights, number)
+        gate_up[place, :size] = gate[inner]
+        gate_up[place, size:] = up[inner]
+        down[place] = back[:, inner]
     return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start, is_silu=_is_silu(spec))
+
+
+def _read_plain(spec: MoeSpec, weights: Weights, number: int) -> Iterable[torch.Tensor]:
+    """Gate, up and down of one expert, each as it is asked for. Of fused ones no other is read."""
+    checkpoint = weights.checkpoint
+    if not spec.is_fused:
+        return (checkpoint.get(f"{own.name}.weight", (own.out_features, own.in_features)) for own in spec.expert(number))
+    (gate_up, shape), (down, down_shape) = spec.stacks
+    both = checkpoint.get_one(gate_up, shape, number)
+    return both[: spec.inner], both[spec.inner :], checkpoint.get_one(down, down_shape, number)
 
 
 def _load_stored(spec: MoeSpec, weights: Weights, own: slice, inner: slice, scheme: str | None) -> Experts:
     """Of quantized weights, or such as are rounded here."""
 
     def read(number: int) -> tuple[list[Stored], Stored]:
-        gate, up, down = (weights.stored(projection, scheme) for projection in spec.expert(number))
+        if spec.is_fused:
+            read = zip(spec.expert(number), _read_plain(spec, weights, number), strict=True)
+            gate, up, down = (weights.hold(projection.name, own, scheme) for projection, own in read)
+        else:
+            gate, up, down = (weights.stored(projection, scheme) for projection in spec.expert(number))
         return [cut_rows(gate, inner), cut_rows(up, inner)], cut_columns(down, inner)
 
     experts = (read(number) for number in range(own.start, own.stop))  # one after the other where they are packed so

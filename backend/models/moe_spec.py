@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
 from backend.models.spec import DecoderSpec, LayerSpec, MlpSpec, Projection, WeightList
@@ -10,6 +10,10 @@ from backend.models.values import Values
 
 MAX_EXPERTS = 4096
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+FUSED_NAMES = ("gate_up_proj", "down_proj")
+"""Of all experts in one weight, as transformers 5 holds them; it writes them so where save_original_format is false, or where it has them on disk."""
+RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics."))
+"""Other names that it has then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,16 @@ class MoeSpec:
     is_shared_assumed: bool = field(default=False, compare=False)
     """The file does not say whether there is such an MLP: there is none where a checkpoint has no weights of it."""
 
+    is_fused: bool = False
+    """All experts' weights are in two."""
+
+    @property
+    def stacks(self) -> tuple[tuple[str, tuple[int, int, int]], tuple[str, tuple[int, int, int]]]:
+        """Where experts are fused: gate | up of all, and down, with their shapes."""
+        gate_up, down = (f"{self.prefix}.{name}" for name in FUSED_NAMES)
+        count, hidden, inner = self.router.num_experts, self.hidden_size, self.inner
+        return (gate_up, (count, 2 * inner, hidden)), (down, (count, hidden, inner))
+
     def expert(self, number: int) -> tuple[Projection, Projection, Projection]:
         gate, up, down = (f"{self.prefix}.{number}.{name}" for name in self.names)
         hidden, inner = self.hidden_size, self.inner
@@ -78,7 +92,10 @@ class MoeSpec:
         weights.add_plain(router.gate)
         if router.correction is not None:
             weights.required[router.correction] = router.correction_shape
-        for number in range(router.num_experts):
+        if self.is_fused:
+            weights.required |= dict(self.stacks)
+            weights.rounded |= dict.fromkeys((name for name, _ in self.stacks), "moe")
+        for number in range(0 if self.is_fused else router.num_experts):
             for projection in self.expert(number):
                 weights.add_plain(projection, "moe")
         if self.shared is not None:
@@ -116,6 +133,30 @@ def read_sparse_layers(values: Values, num_layers: int) -> Callable[[int], bool]
     """Which layers have experts, by mlp_only_layers and decoder_sparse_step."""
     plain, step = frozenset(values.integers("mlp_only_layers", num_layers - 1)), values.integer("decoder_sparse_step", 2**16, default=1)
     return lambda layer: layer not in plain and (layer + 1) % step == 0
+
+
+def settle_fused(spec: DecoderSpec, names: Container[str]) -> DecoderSpec:
+    """The model, whose experts a checkpoint of these weights may have in one weight for all."""
+
+    def rename(name: str, ending: str = "") -> str:
+        for old, new in RENAMED:
+            if (renamed := name.replace(old, new)) + ending in names:
+                return renamed
+        return name
+
+    def settle(layer: LayerSpec) -> LayerSpec:
+        mlp, first = layer.mlp, f".{FUSED_NAMES[0]}"
+        if not isinstance(mlp, MoeSpec):
+            return layer
+        prefix = rename(mlp.prefix, first)
+        if prefix + first not in names:
+            return layer
+        router = replace(mlp.router, gate=replace(mlp.router.gate, name=rename(mlp.router.gate.name, ".weight")))
+        if router.correction is not None:
+            router = replace(router, correction=rename(router.correction))
+        return replace(layer, mlp=replace(mlp, router=router, prefix=prefix, is_fused=True))
+
+    return replace(spec, layers=tuple(map(settle, spec.layers)))
 
 
 def settle_shared(spec: DecoderSpec, names: Iterable[str]) -> DecoderSpec:

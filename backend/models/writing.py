@@ -109,6 +109,9 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
             raise ConfigError(f"quantization.head_quant_type: {directory} is a drafter, whose head is its target's")
     kinds = {"dense": quantization.dense_quant_type, "moe": quantization.moe_quant_type}
     held = find_weights(directory)
+    if fused := [name for name, kind in weights.rounded.items() if name in held and kinds[kind] is not None]:
+        rule = "is not rounded: save the model with a weight for each expert's projection, as transformers does by default"
+        raise ModelError(f"{directory}: weight {fused[0]}, of all experts, {rule}")
     schemes = {name: scheme for name, kind in weights.rounded.items() if (scheme := kinds[kind]) is not None and f"{name}.weight" in held}
     if head is not None and quantization.head_quant_type is not None:
         schemes[head] = quantization.head_quant_type
