@@ -156,6 +156,18 @@ def test_what_make_started_ends_with_it(root: Path, tmp_path: Path, target: str,
     assert found is not None and wait_until(lambda: not is_running(int(found[1]))) and "server ended" in log()
 
 
+def test_make_serve_takes_a_path_with_spaces(root: Path, tmp_path: Path) -> None:
+    for name, text in (("deploy/setup.sh", ""), (".venv/bin/python", "printf %s \"$3\""), (".venv/bin/foretoken", "printf '<%s>' \"$@\"")):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    for model, expected in (("/my models/7B", "<serve></my models/7B><--speculative-config>"), ("", "<serve><--port><8080>")):
+        command = ["make", "-f", str(root / "Makefile"), "serve", f"MODEL={model}"]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert said.startswith(expected)
+        assert not model or "<--served-model-name></my models/7B><foretoken><--port>" in said
+
+
 HALF_MADE = """\
 #!/bin/sh
 case "$*" in
