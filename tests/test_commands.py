@@ -4,6 +4,7 @@ exist for theirs: each starts, or its message says what differs."""
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -468,6 +470,23 @@ def test_ports_beside_the_gateway_are_looked_at_before_it_starts(words: list[str
         assert main(["serve", f"--port={ports['free']}", *(word.format(**ports) for word in words)]) == 2
     told = capsys.readouterr()
     assert message.format(**ports) in told.err and not told.out
+
+
+def test_a_demo_that_can_write_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder that was there already it ended with a traceback."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "foretoken/demo.log").mkdir(parents=True)
+    assert main(["demo"]) == 1
+    (tmp_path / "foretoken/demo.log").rmdir()
+
+    def refuse(*_: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    assert main(["demo"]) == 1
+    told, reasons = capsys.readouterr(), ("Is a directory", "Read-only file system")
+    assert told.err == "".join(f"[demo] {tmp_path}/foretoken cannot be written: {r}: set XDG_STATE_HOME to another folder\n" for r in reasons)
+    assert not told.out
 
 
 @pytest.mark.parametrize("name", ["my repository", "it's", "a;b", "$HOME", "a(b)", "a&b", "a*"])

@@ -157,7 +157,7 @@ def test_what_make_started_ends_with_it(root: Path, tmp_path: Path, target: str,
 
 
 def test_make_serve_takes_a_path_with_spaces(root: Path, tmp_path: Path) -> None:
-    for name, text in (("deploy/setup.sh", ""), (".venv/bin/python", "printf %s \"$3\""), (".venv/bin/foretoken", "printf '<%s>' \"$@\"")):
+    for name, text in (("deploy/setup.sh", ""), (".venv/bin/python", 'printf %s "$3"'), (".venv/bin/foretoken", "printf '<%s>' \"$@\"")):
         (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
