@@ -987,6 +987,7 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"hang_seconds": 0.5}, "hang_seconds must be from 1 to 3600, got 0.5"),
         ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
         ({"drain_seconds": -1}, "drain_seconds must be 0 or more, got -1"),
+        ({"max_server_memory": "4"}, "max_server_memory must be 128MiB or more, got 4 bytes"),
         ({"port": 8080, "served_model_name": ["a", " "]}, r"served_model_name must be a name, or names, that have characters, got \('a', ' '\)"),
         ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
         ({"metrics_host": "10.0.0.1"}, r"metrics_host must be host \(127\.0\.0\.1\), 0\.0\.0\.0 or ::, got '10\.0\.0\.1'"),
