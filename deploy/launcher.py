@@ -44,6 +44,7 @@ from deploy.server import (
     find_server,
     free_ports,
     lock_folder,
+    raise_file_limit,
     server_state,
     writing,
 )
@@ -353,6 +354,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     if args.dry_run:
         os.close(lock)
         return 0
+    raise_file_limit()
     if not config.supervise:
         os.set_inheritable(lock, True)  # the server keeps the folder
         os.execve(command[0], command, environment)

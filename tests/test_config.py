@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -42,7 +43,7 @@ from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, Stru
 from deploy import launcher, options, rendering, server
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.cli import main, make_parser
-from deploy.server import LaunchError
+from deploy.server import LaunchError, free_ports
 from deploy.supervision import processes
 from tests.conftest import fake_server
 from tests.small import SMALL_MODEL
@@ -1589,6 +1590,19 @@ def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path
         stub.symlink_to(tmp_path / wrong)
         assert server.find_server() == found
         assert stub.readlink() == right
+
+
+def test_the_server_may_have_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
+    """With the usual limit of 1,024 files some hundred idle ones made it deaf, and its log as large as the disk."""
+    (folder := tmp_path / "bin").mkdir()
+    (program := folder / "tritonserver").write_text('#!/bin/sh\n[ "$1" = --help ] && echo --model-repository || ulimit -Sn\n')
+    program.chmod(0o755)
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3))]
+    command = ["sh", "-c", 'ulimit -Sn 128; exec "$@"', "sh", sys.executable, "-m", "deploy.cli", "serve", "--no-supervise", *ports]
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "XDG_STATE_HOME": str(tmp_path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPOSITORY.parent.parent)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert result.stdout.splitlines()[-1:] == [str(min(hard, 65536))], result.stderr
 
 
 # -- foretoken serve ------------------------------------------------------------------------------------------------------------
