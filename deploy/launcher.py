@@ -155,7 +155,10 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     if not config.has_weights:
         return None
     source = Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
-    asked = str(find_model(config.model, source)) if config.model else None
+    try:
+        asked = str(find_model(config.model, source)) if config.model else None
+    except ModelError as error:  # which of two models it is
+        raise ModelError(f"speculative_config.model: {error}") from None
     found = model_checks.find_drafter_folder(asked, model)
     if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")

@@ -573,6 +573,12 @@ def test_an_address_without_a_port(address: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as caught:
         main(["complete", f"--url={address}", "x"])
     assert caught.value.code == 2 and f"argument --url: {address!r} is no HOST:PORT" in capsys.readouterr().err
+    assert main(["bench", f"--url={address}"]) == 2 and f"--url: {address!r} is no HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_drafter_that_is_not_there_is_no_model_that_is_not_there(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--speculative-config", '{"method": "eagle3", "model": "/absent"}']) == 2
+    assert "speculative_config.model: model folder /absent does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["inspect", str(BUNDLED_MODEL)]])

@@ -24,6 +24,7 @@ from client.bench.report import METRICS, format_table, summarize
 from client.bench.requests import Backend, GrpcBackend, OpenAIBackend, Outcome, send
 from client.bench.speculation import Acceptance, Counters, compare, read_counters
 from client.cli import read_json
+from client.loopback import check_address
 from client.messages import DEFAULT_GRPC_URL
 
 DEFAULT_OPENAI_URL = "http://127.0.0.1:8080"
@@ -248,6 +249,11 @@ def find_contradiction(args: argparse.Namespace) -> str | None:
         return "--burstiness has no effect where all requests come at once: add --request-rate"
     if args.endpoint != DEFAULT_ENDPOINT and args.backend != "openai":
         return f"--endpoint has no effect with --backend {args.backend}: add --backend openai"
+    if args.url is not None and args.backend == "grpc":
+        try:
+            check_address(args.url)
+        except ValueError as error:
+            return f"--url: {error}"
     path = args.result_filename
     if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         return f"--result-filename {path}: {'is a directory' if path.is_dir() else 'cannot be written'}"
