@@ -304,6 +304,9 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     lock, values = None, command_line.values
     try:
         password = values.pop("scheduler_password", None)
+        if args.scheduler_password is not None:  # not of a file
+            message = "other users of this machine can read --scheduler-password; use --scheduler-password-file"
+            print(f"foretoken serve: warning: {message}", file=sys.stderr)
         if is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values.setdefault("speculative_config", DEFAULT_SPECULATION)
         folder = expand_user(str(values.get("model", BUNDLED_MODEL)))

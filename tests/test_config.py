@@ -1370,6 +1370,9 @@ def test_the_scheduler_password_is_in_a_file_alone(tmp_path: Path, capsys: pytes
         rendering.put_password({}, tmp_path / "r", 83)
     rendering.put_password({}, tmp_path / "r", None)
     assert not path.exists(), "a later start without one does not find it"
+    (file := tmp_path / "c.yaml").write_text("role: prefill\nscheduler_password: open sesame\n")
+    assert launcher.serve(parse(f"--config={file}", f"--repository={tmp_path / 'r'}", "--dry-run")) == 0
+    assert path.exists() and "use --scheduler-password-file" not in capsys.readouterr().err, "no other user reads a file"
 
 
 def test_the_key_is_new_each_time_and_for_this_user_alone(tmp_path: Path) -> None:
