@@ -10,8 +10,8 @@ demo:
 # MODEL=smollm2: a small chat model, which is installed into .venv first; or a folder, a GGUF file, a name on the hub.
 serve:
 	@deploy/setup.sh serve
-	@model=$$(.venv/bin/python -m deploy.sample_models $(MODEL)) && \
-	exec setpriv --pdeathsig TERM .venv/bin/foretoken serve $${model:+"$$model" --speculative-config '{"method":"ngram","num_speculative_tokens":5}' --served-model-name $(MODEL) foretoken} --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
+	@model=$$(.venv/bin/python -m deploy.sample_models '$(MODEL)') && \
+	exec setpriv --pdeathsig TERM .venv/bin/foretoken serve $${model:+"$$model" --speculative-config '{"method":"ngram","num_speculative_tokens":5}' --served-model-name '$(MODEL)' foretoken} --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
 
 # Tests wait for much (processes that start, signs of life, time limits): three at a time keep two cores busy. Four of servers' were not faster.
 # Bytecode is kept, whatever the environment says: tests start hundreds of processes. Idle OpenMP threads sleep at once: there are always others.

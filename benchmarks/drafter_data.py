@@ -9,10 +9,10 @@ these is in both.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import random
-import sys
 import sysconfig
 import warnings
 import zoneinfo
@@ -102,9 +102,9 @@ def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder that they are written to")
+    out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     write(out / "code.jsonl", ({"text": text} for text in read_code()))
     write(out / "code-heldout.jsonl", ({"text": text} for text in read_heldout().values()))

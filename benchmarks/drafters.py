@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backend.errors import ModelError
 from training import MODEL_DIR
 from training.command import free_memory, make_parser, run_command
 from training.data import Reader, cut_prompts, write_answers
@@ -88,13 +89,19 @@ def main() -> None:
         args.out.mkdir(parents=True)
     except OSError as error:
         parser.error(f"--out {args.out}: {error.strerror}; it must be a new folder")
+    try:
+        held = Reader(args.model).read(args.heldout, "--heldout", as_prompts=args.answers is not None)
+        if missing := [path for path in args.data if not path.exists()]:
+            raise ValueError(f"--data {missing[0]} does not exist")
+    except (ModelError, ValueError) as error:
+        args.out.rmdir()  # for the next try
+        parser.error(str(error))
     data = args.data if args.answers is None else [answer(args)]
     common = ["--model", str(args.model), "--data", *map(str, data)]
     if args.states if args.states is not None else not is_gpu:
         common += ["--states", str(args.out / "states")]
     keys = ("batch_size", "context", "lr", "device")
     common += [word for key in keys for word in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
-    held = Reader(args.model).read(args.heldout, "--heldout", as_prompts=args.answers is not None)
     prompts = cut_prompts(held, args.context, args.report_prompts, 0)
     engine = {"dtype": "bfloat16" if is_gpu else "float32", "device": args.device, "max_batch_size": args.report_batch_size}
     results: list[dict[str, Any]] = []

@@ -5,8 +5,8 @@ python -m benchmarks.gpu_sampling [--layout]
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -178,12 +178,15 @@ def layout_rows(device: torch.device) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", action="store_true", help="a step's layout alone")
+    args = parser.parse_args()
     device = torch.device("cuda:0")
     with device_stream(device):
         bandwidth = copy_bandwidth(device)
         print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, greedy choice reads {read_bandwidth(device) / 1e12:.2f} TB/s")
         layout_rows(device)
-        if "--layout" in sys.argv:
+        if args.layout:
             return
         state_rows(device)
         sampling_rows(device, bandwidth)

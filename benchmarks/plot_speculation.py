@@ -5,8 +5,8 @@ python -m benchmarks.plot_speculation RESULTS.json PICTURE.svg
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,4 +84,8 @@ def draw(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(draw(json.loads(Path(sys.argv[1]).read_text())))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, metavar="RESULTS.json")
+    parser.add_argument("picture", type=Path, metavar="PICTURE.svg")
+    args = parser.parse_args()
+    args.picture.write_text(draw(json.loads(args.results.read_text())))

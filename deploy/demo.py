@@ -163,8 +163,10 @@ def _run(max_tokens: int) -> int:
     try:
         log = state_directory() / "demo.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
+        place = tempfile.TemporaryDirectory(prefix="demo-", dir=log.parent)
     except OSError as error:
-        print(f"[demo] {log.parent} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)
+        print(f"[demo] {log.parent} cannot be written: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)
         return 1
     except LaunchError as error:
         print(f"[demo] {error}", file=sys.stderr)
@@ -172,7 +174,7 @@ def _run(max_tokens: int) -> int:
     print(f"[demo] starting tritonserver with the bundled model on 127.0.0.1 (HTTP {ports[0]}, gRPC {ports[1]}, metrics {ports[2]}) ...", flush=True)
     started = time.monotonic()
     # In a thread of its own: a signal that comes while this one is within gRPC may leave a channel that cannot be closed any more.
-    with tempfile.TemporaryDirectory(prefix="demo-", dir=log.parent) as folder, ThreadPoolExecutor(1) as client_thread:
+    with place as folder, ThreadPoolExecutor(1) as client_thread:
         try:
             with running_server(ports[0], ports[1], ports[2], log, f"--repository={folder}", is_tied=True) as process:
                 print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)

@@ -44,6 +44,7 @@ from deploy.server import (
     find_server,
     free_ports,
     lock_folder,
+    raise_file_limit,
     server_state,
     writing,
 )
@@ -148,8 +149,13 @@ def check_nodes(engine: EngineConfig) -> None:
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 
 
-def drafter_source(load_format: str, download_dir: str | None) -> Source:
-    return Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
+def find_named_drafter(name: str, load_format: str, download_dir: str | None) -> Path:
+    """Raises ModelError, which says that it is of the drafter."""
+    source = Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
+    try:
+        return find_model(name, source)
+    except ModelError as error:
+        raise ModelError(f"speculative_config.model: {error}") from None
 
 
 def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors", download_dir: str | None = None) -> Path | None:
@@ -157,7 +163,7 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     method = config.model_method
     if not config.has_weights:
         return None
-    asked = str(find_model(config.model, drafter_source(load_format, download_dir))) if config.model else None
+    asked = str(find_named_drafter(config.model, load_format, download_dir)) if config.model else None
     found = model_checks.find_drafter_folder(asked, model)
     if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")
@@ -303,6 +309,9 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     lock, values = None, command_line.values
     try:
         password = values.pop("scheduler_password", None)
+        if args.scheduler_password is not None:  # not of a file
+            message = "other users of this machine can read --scheduler-password; use --scheduler-password-file"
+            print(f"foretoken serve: warning: {message}", file=sys.stderr)
         if is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values.setdefault("speculative_config", DEFAULT_SPECULATION)
         folder = expand_user(str(values.get("model", BUNDLED_MODEL)))
@@ -312,8 +321,10 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             if line:
                 print(f"foretoken serve: note: {line}", file=sys.stderr)
         load_format = str(values.get("load_format", EngineConfig.load_format))
-        origin = drafter_source(load_format, values.get("download_dir"))
-        drafting, line = settle_method(values.get("speculative_config"), lambda name: find_model(name, origin), has_weights=origin.has_weights)
+        origin = load_format, values.get("download_dir")
+        drafting, line = settle_method(
+            values.get("speculative_config"), lambda name: find_named_drafter(name, *origin), has_weights=load_format != "dummy"
+        )
         if line:
             values["speculative_config"] = drafting
             print(f"foretoken serve: note: {line}", file=sys.stderr)
@@ -362,6 +373,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     if args.dry_run:
         os.close(lock)
         return 0
+    raise_file_limit()
     if not config.supervise:
         os.set_inheritable(lock, True)  # the server keeps the folder
         os.execve(command[0], command, environment)

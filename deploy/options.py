@@ -30,6 +30,8 @@ PARALLEL_FLAGS = ("tensor_parallel_size", "expert_parallel", "ranks", "nnodes", 
 COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "without_gateway")
 """What the command line holds beside keys."""
 ANY_ADDRESS = ("0.0.0.0", "::")
+LEAST_SERVER_MEMORY = 128 * 2**20
+"""A tritonserver that answers holds some: one with a smaller limit would be drained and started again for ever."""
 GATEWAY_KEYS = ("served_model_name", "api_keys", "admin_keys", "cors_origins", "vllm_metrics")
 
 
@@ -87,7 +89,7 @@ class ServeConfig(Section):
     that a server that crashes again and again is always back within that time. 0: none, the first failure ends this process with status 1."""
     max_server_memory: int | str | None = "4GiB"
     """Of tritonserver itself, without its models: beyond it open requests are let end and the server is restarted, for some releases of Triton
-    keep what clients sent. Null: no limit."""
+    keep what clients sent. 128MiB or more; null: no limit."""
     model_control_mode: str = "none"
     """Without supervision: none, or explicit: models can be unloaded and loaded again through the server's repository API."""
 
@@ -115,6 +117,8 @@ class ServeConfig(Section):
         for key in ("max_request_size", "max_server_memory"):
             if (value := getattr(self, key)) is not None:
                 object.__setattr__(self, key, parse_bytes(key, value))
+        if isinstance(self.max_server_memory, int) and self.max_server_memory < LEAST_SERVER_MEMORY:
+            raise ConfigError(f"max_server_memory must be 128MiB or more, got {self.max_server_memory} bytes")
 
 
 SERVE_KEYS = {f.name for f in dataclasses.fields(ServeConfig)}

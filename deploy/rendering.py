@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,6 @@ def put_password(values: dict[str, Any], repository: Path, password: object) -> 
     if password is None:
         (repository / PASSWORD_FILE).unlink(missing_ok=True)
         return
-    print("foretoken serve: warning: other users of this machine can read --scheduler-password; use --scheduler-password-file", file=sys.stderr)
     section = values["disaggregation"] = dict(values.get("disaggregation") or {})
     for key in ("scheduler_password_file", "scheduler_password_variable"):
         if section.get(key):

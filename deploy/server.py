@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -24,6 +25,8 @@ from pathlib import Path
 
 SHM_NEEDED = 64 * 2**20
 """The stubs of two models, each with room to grow."""
+MOST_FILES = 65536
+"""That a server may have open, as the gateway, where its hard limit allows as many."""
 INPUT_LIMIT_OPTION = "http-max-input-size"
 COMPLETE_OPTION = "disable-auto-complete-config"
 """The models' configurations are complete. A server that asks for more starts each model's process twice: 3 s more at each start."""
@@ -245,6 +248,13 @@ def check_shared_memory() -> None:
     free = stats.f_bavail * stats.f_frsize
     if free < SHM_NEEDED:
         raise LaunchError(f"/dev/shm has {free >> 20} MiB free; the server needs {SHM_NEEDED >> 20} MiB: in Docker, use --shm-size=1g")
+
+
+def raise_file_limit() -> None:
+    """For the server. A connection is a file, and the usual soft limit is 1,024: beyond it a server answers nobody, nor its supervisor, and says so
+    in its log a hundred thousand times a second."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_FILES)), hard))
 
 
 @contextlib.contextmanager

@@ -6,9 +6,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-serve}
 stamp=.venv/.installed-$what
-if [ -e "$stamp" ] && [ ! pyproject.toml -nt "$stamp" ] && [ ! constraints.txt -nt "$stamp" ]; then exit 0; fi
+is_done() { [ -e "$stamp" ] && [ ! pyproject.toml -nt "$stamp" ] && [ ! constraints.txt -nt "$stamp" ]; }
+if is_done; then exit 0; fi
 
 say() { printf '[setup] %s\n' "$*"; }
+
+# Two at once, as of `make demo` and `make serve` in two shells, would write over each other's files.
+exec 9<deploy/setup.sh
+flock --nonblock 9 || { say "another one is at work here; waiting for it ..."; flock 9; }
+if is_done; then exit 0; fi
 
 # The server's Python stub reads ASCII paths only: better said before anything is fetched.
 if printf '%s' "$PWD" | LC_ALL=C grep -q '[^ -~]'; then
@@ -16,7 +22,8 @@ if printf '%s' "$PWD" | LC_ALL=C grep -q '[^ -~]'; then
   exit 1
 fi
 
-if [ ! -x .venv/bin/python ]; then
+# Without pip it was interrupted while it was made, or could not be made: Debian's Python leaves half a venv where python3-venv is missing.
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
     if "$candidate" -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then python=$candidate; break; fi
   done

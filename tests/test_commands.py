@@ -4,6 +4,7 @@ exist for theirs: each starts, or its message says what differs."""
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -493,6 +495,23 @@ def test_ranks_meet_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -
         assert engine.parallel_config.nnodes == 2
 
 
+def test_a_demo_that_can_write_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder that was there already it ended with a traceback."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "foretoken/demo.log").mkdir(parents=True)
+    assert main(["demo"]) == 1
+    (tmp_path / "foretoken/demo.log").rmdir()
+
+    def refuse(*_: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    assert main(["demo"]) == 1
+    told, reasons = capsys.readouterr(), ("Is a directory", "Read-only file system")
+    assert told.err == "".join(f"[demo] {tmp_path}/foretoken cannot be written: {r}: set XDG_STATE_HOME to another folder\n" for r in reasons)
+    assert not told.out
+
+
 @pytest.mark.parametrize("name", ["my repository", "it's", "a;b", "$HOME", "a(b)", "a&b", "a*"])
 def test_folders_that_would_be_commands_of_a_shell_are_refused(state: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The server starts its models' processes by one, without quotes: it waited for ever, or ran what the name says. Models may lie anywhere."""
@@ -577,6 +596,12 @@ def test_an_address_without_a_port(address: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as caught:
         main(["complete", f"--url={address}", "x"])
     assert caught.value.code == 2 and f"argument --url: {address!r} is no HOST:PORT" in capsys.readouterr().err
+    assert main(["bench", f"--url={address}"]) == 2 and f"--url: {address!r} is no HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_drafter_that_is_not_there_is_no_model_that_is_not_there(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--speculative-config", '{"method": "eagle3", "model": "/absent"}']) == 2
+    assert "speculative_config.model: model folder /absent does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["inspect", str(BUNDLED_MODEL)]])

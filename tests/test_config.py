@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -42,7 +43,7 @@ from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, Stru
 from deploy import launcher, options, rendering, server
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.cli import main, make_parser
-from deploy.server import LaunchError
+from deploy.server import LaunchError, free_ports
 from deploy.supervision import processes
 from tests.conftest import fake_server
 from tests.small import SMALL_MODEL
@@ -988,6 +989,7 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"hang_seconds": 0.5}, "hang_seconds must be from 1 to 3600, got 0.5"),
         ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
         ({"drain_seconds": -1}, "drain_seconds must be 0 or more, got -1"),
+        ({"max_server_memory": "4"}, "max_server_memory must be 128MiB or more, got 4 bytes"),
         ({"port": 8080, "served_model_name": ["a", " "]}, r"served_model_name must be a name, or names, that have characters, got \('a', ' '\)"),
         ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
         ({"metrics_host": "10.0.0.1"}, r"metrics_host must be host \(127\.0\.0\.1\), 0\.0\.0\.0 or ::, got '10\.0\.0\.1'"),
@@ -1369,6 +1371,9 @@ def test_the_scheduler_password_is_in_a_file_alone(tmp_path: Path, capsys: pytes
         rendering.put_password({}, tmp_path / "r", 83)
     rendering.put_password({}, tmp_path / "r", None)
     assert not path.exists(), "a later start without one does not find it"
+    (file := tmp_path / "c.yaml").write_text("role: prefill\nscheduler_password: open sesame\n")
+    assert launcher.serve(parse(f"--config={file}", f"--repository={tmp_path / 'r'}", "--dry-run")) == 0
+    assert path.exists() and "use --scheduler-password-file" not in capsys.readouterr().err, "no other user reads a file"
 
 
 def test_the_key_is_new_each_time_and_for_this_user_alone(tmp_path: Path) -> None:
@@ -1589,6 +1594,19 @@ def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path
         stub.symlink_to(tmp_path / wrong)
         assert server.find_server() == found
         assert stub.readlink() == right
+
+
+def test_the_server_may_have_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
+    """With the usual limit of 1,024 files some hundred idle ones made it deaf, and its log as large as the disk."""
+    (folder := tmp_path / "bin").mkdir()
+    (program := folder / "tritonserver").write_text('#!/bin/sh\n[ "$1" = --help ] && echo --model-repository || ulimit -Sn\n')
+    program.chmod(0o755)
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3))]
+    command = ["sh", "-c", 'ulimit -Sn 128; exec "$@"', "sh", sys.executable, "-m", "deploy.cli", "serve", "--no-supervise", *ports]
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "XDG_STATE_HOME": str(tmp_path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPOSITORY.parent.parent)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert result.stdout.splitlines()[-1:] == [str(min(hard, 65536))], result.stderr
 
 
 # -- foretoken serve ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from backend.config import ParallelConfig
+from backend.speculative_config import SpeculativeConfig
 from client.gateway.aliases import FAMILIES
 from deploy.check_dockerfile import copy_context, parse_dockerfile, read_dockerignore
 from deploy.cli import make_parser
@@ -160,6 +161,14 @@ class TestCompose:
         assert device == {"driver": "nvidia", "count": int(count), "capabilities": ["gpu"]} and server["shm_size"] == "4gb"
         check_command(server["command"])
         assert server["command"][server["command"].index("--tensor-parallel-size") + 1] == count
+
+    def test_variables_are_put_in_by_every_compose(self):
+        """Older ones ended a default at its first brace: what was given instead had the second one behind it."""
+        texts = [path.read_text() for path in COMPOSE]
+        assert [d for text in texts for d in re.findall(r"\$\{\w+:?-([^}]*)\}", text) if "{" in d] == []
+        (name, value), *others = (line.split("=", 1) for line in (ROOT / "deploy/.env").read_text().splitlines() if not line.startswith("#"))
+        assert SpeculativeConfig.from_dict(json.loads(value.strip("'"))).method == "ngram"
+        assert not others and any(f"${{{name}:?" in text for text in texts)
 
     def test_prometheus_scrapes_the_services(self, services):
         config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())

@@ -609,7 +609,10 @@ class TestOtherRoutes:
     def test_request_ids(self, address, log):
         _, headers, body = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"x-request-id": "mine-1"})
         assert headers["x-request-id"] == "mine-1" and json.loads(body)["id"] == "cmpl-mine-1"
+        assert ask(address, "/health", headers={"x-request-id": "probe"})[0] == ask(address, "/metrics", headers={"x-request-id": "probe"})[0] == 200
+        assert ask(address, "/metrics", headers={"x-request-id": "posted"}, method="POST")[0] == 405
         assert wait_until(lambda: re.search(r"mine-1 POST /v1/completions 200", log.read_text()))
+        assert wait_until(lambda: "posted POST /metrics 405" in log.read_text()) and " probe " not in log.read_text()
         _, headers, body = ask(address, "/v1/completions", {"prompt": "x", "top_p": 0}, {"x-request-id": "bad\tid" * 50})
         assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"]) and headers["x-request-id"] in json.loads(body)["error"]["message"]
 
@@ -1178,12 +1181,13 @@ def test_a_port_that_is_taken(tmp_path, capsys):
     assert main(["gateway", "--host=256.1.1.1", "--port=0"]) == main(["gateway", "--host=é..x", "--port=0"]) == main(["gateway", "--port=70000"]) == 1
 
 
-def test_sigterm_lets_requests_end(server, tmp_path):
-    """New connections are refused meanwhile."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_being_told_to_end_lets_requests_end(server, tmp_path, number):
+    """By a terminal that closes, too. New connections are refused meanwhile."""
     with running_gateway(tmp_path / "log", server.grpc) as (address, process):
         with send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "max_tokens": 300}) as stream:
             held = stream.recv(4096)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert wait_until(lambda: not is_accepting(address))
             raw = held + b"".join(iter(lambda: stream.recv(65536), b""))
         assert b'"finish_reason":"length"' in raw and b"data: [DONE]" in raw

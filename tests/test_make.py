@@ -156,6 +156,48 @@ def test_what_make_started_ends_with_it(root: Path, tmp_path: Path, target: str,
     assert found is not None and wait_until(lambda: not is_running(int(found[1]))) and "server ended" in log()
 
 
+def test_make_serve_takes_a_path_with_spaces(root: Path, tmp_path: Path) -> None:
+    for name, text in (("deploy/setup.sh", ""), (".venv/bin/python", 'printf %s "$3"'), (".venv/bin/foretoken", "printf '<%s>' \"$@\"")):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    for model, expected in (("/my models/7B", "<serve></my models/7B><--speculative-config>"), ("", "<serve><--port><8080>")):
+        command = ["make", "-f", str(root / "Makefile"), "serve", f"MODEL={model}"]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert said.startswith(expected)
+        assert not model or "<--served-model-name></my models/7B><foretoken><--port>" in said
+
+
+HALF_MADE = """\
+#!/bin/sh
+case "$*" in
+  "-m venv .venv") echo made >>made; mkdir -p .venv/bin; cp "$0" .venv/bin/python; sleep 0.3; [ -e installed ] && touch .venv/pip ;;
+  "-m pip"*) [ -e .venv/pip ] ;;
+esac
+"""
+"""A Python that leaves a venv without pip until python3-venv is installed."""
+
+
+def test_setup_makes_a_whole_venv_once(root: Path, tmp_path: Path) -> None:
+    """After half a one was left, too, on which every later try failed; and of two at once one waits for the other."""
+    for name in ("deploy/setup.sh", "pyproject.toml", "constraints.txt"):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((root / name).read_bytes())
+    (python := tmp_path / "python").write_text(HALF_MADE)
+    python.chmod(0o755)
+
+    def start() -> subprocess.Popen[bytes]:
+        command = ["bash", str(tmp_path / "deploy/setup.sh"), "serve"]
+        return subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHON": str(python)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    with start() as process:
+        assert b"apt-get install python3-venv" in process.communicate(timeout=60)[1] and process.returncode == 1
+    (tmp_path / "installed").touch()
+    with start() as first, start() as second:
+        assert (first.wait(60), second.wait(60)) == (0, 0)
+    assert (tmp_path / "made").read_text().count("made") == 2 and (tmp_path / ".venv/.installed-serve").exists()
+
+
 def test_one_port_for_everything(tmp_path: Path) -> None:
     """What is not for clients is on free ports of this machine alone."""
     (port,) = free_ports(1)

@@ -274,6 +274,12 @@ class TestLocust:
         found = statistics_of(result)
         assert found and all(count == failures for count, failures in found.values())
 
+    @pytest.mark.parametrize("option", ["--dataset-path=/absent", "--answers=/absent/answers.json"])
+    def test_files_that_are_not_there(self, option):
+        """Answers of a whole run were lost at its end."""
+        result = locust("GrpcUser", "--grpc-url=127.0.0.1:1", option)
+        assert result.returncode == 1 and "/absent" in result.stderr and "Traceback" not in result.stderr and not result.stdout
+
     def test_a_server_that_answers_nothing(self):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]

@@ -16,10 +16,12 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -47,9 +49,11 @@ from deploy.supervision.processes import (
     read_state,
     remove_regions,
 )
+from deploy.supervision.status import serve_status
+from deploy.supervision.supervisor import Supervisor
 from deploy.supervision.watch import Backoff, ModelState, ModelWatch, RestartBudget
 from tests.conftest import greedy
-from tests.servers import RunningServer, serve
+from tests.servers import RunningServer, serve, wait_until
 from tests.supervised import (
     LONG,
     MODELS,
@@ -300,6 +304,26 @@ def test_a_model_whose_folder_is_gone_is_down(monkeypatch: pytest.MonkeyPatch, t
     ModelWatch(state, api, tmp_path, os.getpid(), 30.0, math.inf, 1, failures.append, print).run()
     assert failures == ["tokenizer: its process 1 died"] and state.state == "down"
     assert state.detail == f"{tmp_path}/tokenizer/1/model.py: No such file or directory"
+
+
+def test_a_probe_that_hangs_up_leaves_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each did, of twenty lines: a busy machine's probes do not wait."""
+    (port,) = free_ports(1)
+    asked, gone = threading.Event(), threading.Event()
+
+    def describe() -> dict[str, str]:
+        asked.set()
+        assert gone.wait(10)
+        return {}
+
+    serve_status(cast(Supervisor, SimpleNamespace(describe=describe, status="ready")), "127.0.0.1", port)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert asked.wait(10)
+    gone.set()
+    assert wait_until(lambda: not [t for t in threading.enumerate() if "process_request_thread" in t.name])
+    assert capsys.readouterr().err == ""
 
 
 def test_how_long_a_model_was_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -646,3 +646,14 @@ def test_a_comparison_wants_a_new_folder(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SystemExit, match="2"):
         benchmarks.drafters.main()
     assert f"--out {tmp_path}: File exists; it must be a new folder" in capsys.readouterr().err
+
+
+def test_a_comparison_of_files_that_are_not_there_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text := tmp_path / "x.py").write_text("x = 1\n" * 99)
+    for data, heldout, option in ((text, "absent", "--heldout"), ("absent", text, "--data")):
+        monkeypatch.setattr("sys.argv", ["drafters", "--data", str(data), "--heldout", str(heldout), "--out", str(tmp_path / "out")])
+        with pytest.raises(SystemExit, match="2"):
+            benchmarks.drafters.main()
+        assert f"{option} absent does not exist" in capsys.readouterr().err and not (tmp_path / "out").exists()

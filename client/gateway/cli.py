@@ -115,6 +115,9 @@ def run(args: argparse.Namespace) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     # uvicorn raises the signal again once it has ended in order: by default that would be a death by it, with a status that tells of a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        # A terminal that closes asks as SIGTERM does; uvicorn does not hear of it, and streams would be cut.
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     names = tuple(args.served_model_name)
     app = create_app(
         Settings(

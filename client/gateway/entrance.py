@@ -31,6 +31,8 @@ PATHS = frozenset(
 """By their names in metrics; all others are `other`."""
 OPEN_PATHS = ("/", "/health", "/metrics", "/page/")
 """Need no key: the page is the same for all, and asks for the key itself; probes and Prometheus have none."""
+PROBED_PATHS = ("/health", "/metrics")
+"""Asked every few seconds for as long as a gateway runs: the log has those answers alone that were not 200."""
 ADMIN_PATHS = ("/v1/suffix_corpus",)
 """Change the server for everybody: they need a key of their own, also where other requests need none."""
 HUNG_UP = 499
@@ -131,8 +133,9 @@ class RequestLog:
                 self._metrics.errors.labels(code).inc()
             path = scope["path"]
             self._metrics.requests.labels(path if path in PATHS else "other", shown).inc()
-            logger.info(
-                "%s %s %s %d %.3f s", request_id, scope["method"], path.encode("unicode_escape").decode(), shown, time.perf_counter() - started
+            level = logging.DEBUG if path in PROBED_PATHS and shown == 200 else logging.INFO
+            logger.log(
+                level, "%s %s %s %d %.3f s", request_id, scope["method"], path.encode("unicode_escape").decode(), shown, time.perf_counter() - started
             )
 
 

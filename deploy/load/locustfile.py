@@ -28,7 +28,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from client import Client, GenerateError
-from client.bench.dataset import Prompt, read_prompts
+from client.bench.dataset import DatasetError, Prompt, read_prompts
 from client.loopback import is_loopback
 from deploy.load.answers import Answer, Answers, WrongAnswer
 from training.heldout import list_heldout
@@ -73,10 +73,19 @@ def prepare(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
     assert options is not None
     paths = [Path(p) for p in options.dataset_path] or list(list_heldout().values())
-    prompts = read_prompts(paths, options.num_prompts, (200, 1600), (options.output_len, options.output_len), seed=0)
+    try:  # what is wrong is said before the load, not after it
+        prompts = read_prompts(paths, options.num_prompts, (200, 1600), (options.output_len, options.output_len), seed=0)
+    except (DatasetError, OSError) as error:
+        sys.exit(f"--dataset-path: {error}")
     Task.prompts = itertools.cycle(random.sample(prompts, len(prompts)))
-    known = options.answers and Path(options.answers).is_file()
-    Task.answers = Answers.read(Path(options.answers)) if known else Answers()
+    Task.answers = Answers()
+    if options.answers and Path(options.answers).exists():
+        try:
+            Task.answers = Answers.read(Path(options.answers))
+        except (OSError, ValueError) as error:
+            sys.exit(f"--answers {options.answers}: {error}")
+    elif options.answers and not os.access(Path(options.answers).parent, os.W_OK):
+        sys.exit(f"--answers {options.answers}: cannot be written")
 
 
 @events.test_stop.add_listener

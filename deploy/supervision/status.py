@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import prometheus_client
 
@@ -66,6 +68,10 @@ def serve_status(supervisor: Supervisor, host: str, port: int) -> None:
     class StatusServer(ThreadingHTTPServer):
         daemon_threads = True
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # a probe that did not wait: no news, and no traceback for each
+                super().handle_error(request, client_address)
 
     server = StatusServer((host, port), Handler)
     threading.Thread(target=server.serve_forever, name="status", daemon=True).start()
