@@ -321,9 +321,9 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             if line:
                 print(f"foretoken serve: note: {line}", file=sys.stderr)
         load_format = str(values.get("load_format", EngineConfig.load_format))
-        origin = load_format, values.get("download_dir")
+        downloads = values.get("download_dir")
         drafting, line = settle_method(
-            values.get("speculative_config"), lambda name: find_named_drafter(name, *origin), has_weights=load_format != "dummy"
+            values.get("speculative_config"), lambda name: find_named_drafter(name, load_format, downloads), has_weights=load_format != "dummy"
         )
         if line:
             values["speculative_config"] = drafting

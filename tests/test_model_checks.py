@@ -311,7 +311,6 @@ def test_a_method_follows_from_the_drafters_folder(drafter: Path, values: dict[s
         ),
         (edited(speculators_model_type=[]), "speculators_model_type is [], which names no method"),
     ],
-    ids=str,
 )
 def test_a_folder_that_says_no_method(damage: Damage, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))

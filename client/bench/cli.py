@@ -249,7 +249,7 @@ def find_contradiction(args: argparse.Namespace) -> str | None:
         return "--burstiness has no effect where all requests come at once: add --request-rate"
     if args.endpoint != DEFAULT_ENDPOINT and args.backend != "openai":
         return f"--endpoint has no effect with --backend {args.backend}: add --backend openai"
-    if args.backend == "grpc" and args.url:
+    if args.backend == "grpc" and args.url is not None:
         try:
             check_address(args.url)
         except ValueError as error:
