@@ -8,7 +8,6 @@ pages back and starts again later.
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -17,9 +16,7 @@ from backend.errors import CapacityError, RequestError
 from backend.fetches import Fetches
 from backend.pages import PagePool
 from backend.prefix_cache import Match, PrefixCache, RequestPages
-
-MAX_ENDED_WAITING = 64
-"""Requests that ended while they waited, and are in the queue still, beside twice those that are open."""
+from backend.waiting import WaitingQueue
 
 
 def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
@@ -70,13 +67,10 @@ class Scheduler:
         self._num_tokens_after_step = num_tokens_after_step
         self._whole_rows = whole_rows
         self.running: list[Request] = []  # by (priority, arrival)
-        self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue(self._requests, self.pool, self.prefix_cache)
         self._arrivals = 0
         self.fetches = Fetches(self.pool, self.prefix_cache, self._num_fetched_pages)
-        self._lack: tuple[Request, int, bytes] | None = None
-        """Who was refused pages last, how many there were, and the hash of the first page that was not found: until there are more, that page is, or
-        another request was given some, nothing else comes of asking again."""
         self._ready: list[Request] = []
         """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
         self.on_run: Callable[[Request], None] = lambda request: None
@@ -143,7 +137,7 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        self._queue([request])
+        self._waiting.push([request])
 
     def finish(self, request: Request) -> None:
         """Takes a request out, whatever it was doing. Its computed pages stay findable while nobody needs the room."""
@@ -153,13 +147,11 @@ class Scheduler:
             self.running.remove(request)
         elif request.page_ids:
             self._pages.release(request)
-            self._queue(self.fetches.end(request))
+            self._waiting.push(self.fetches.end(request))
             if request in self._ready:
                 self._ready.remove(request)
-        # Any other one that waits holds nothing; its queue entry is dropped when it comes up, or with many others: it may never come up.
-        elif len(self._waiting) > 2 * len(self._requests) + MAX_ENDED_WAITING:
-            self._waiting = [entry for entry in self._waiting if self._requests.get(entry[2].request_id) is entry[2]]
-            heapq.heapify(self._waiting)
+        else:  # it waits, and holds nothing
+            self._waiting.note_ended()
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +229,7 @@ class Scheduler:
         """Tokens of prompts beside the batch's requests that decode, each of which has as many rows as the widest."""
         if self._whole_rows is None or (len(batch.entries) == len(self.running) and not self._waiting):
             return budget
-        prompts = itertools.chain((r for r in self.running if not r.is_decoding), (waiting[2] for waiting in self._waiting))
+        prompts = itertools.chain((r for r in self.running if not r.is_decoding), self._waiting)
         left = itertools.accumulate(len(r.token_ids) - r.num_computed_tokens for r in prompts)
         if all(count <= budget for count in left):  # what is cut off would be a step of its own
             return budget
@@ -278,57 +270,39 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.hand_off = None
         request.num_preemptions += 1
-        self._queue([request])
+        self._waiting.push([request])
         batch.preempted.append(request)
 
-    def _queue(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            heapq.heappush(self._waiting, (request.priority, request.arrival, request))
-
     def _admit(self, batch: Batch, budget: int) -> None:
-        while self._waiting:
-            request = self._waiting[0][2]
-            if self._requests.get(request.request_id) is not request:
-                heapq.heappop(self._waiting)  # it ended while it waited
-                continue
+        waiting = self._waiting
+        while (request := waiting.first()) is not None:
             if request.is_remote and self.fetches.park(request):
-                heapq.heappop(self._waiting)
+                waiting.pop()
                 continue
-            if self._lacks_pages(request):
+            if waiting.lacks_pages(request):
                 break
             if request.is_remote:
                 if len(self.fetches) >= self.max_batch_size:
                     break
                 if not self.fetches.start(request):
-                    self._note_lack(request)
+                    waiting.note_lack(request)
                     break
-                self._lack = None
+                waiting.note_given()
                 if request.is_remote:
-                    batch.fetches.append(heapq.heappop(self._waiting)[2])
+                    batch.fetches.append(waiting.pop())
                     continue
             if budget <= 0 or len(self.running) >= self.max_batch_size:
                 break
             if not self._start(request, batch):
-                self._note_lack(request)
+                waiting.note_lack(request)
                 break
-            self._lack = None
-            heapq.heappop(self._waiting)
+            waiting.note_given()
+            waiting.pop()
             self._run(request)
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
             assert len(request.page_ids) * self.pool.page_size >= request.num_computed_tokens + chunk
             budget -= chunk
             batch.entries.append(self._chunk(request, chunk))
-
-    def _note_lack(self, request: Request) -> None:
-        cache = self.prefix_cache
-        key = b"" if cache is None else next((key for key in request.prompt_hashes if key not in cache), b"")
-        self._lack = request, self.pool.num_available, key
-
-    def _lacks_pages(self, request: Request) -> bool:
-        """For certain, without a look at each page of its prompt."""
-        if self._lack is None or self._lack[0] is not request or self.pool.num_available > self._lack[1]:
-            return False
-        return self.prefix_cache is None or self._lack[2] not in self.prefix_cache
 
     def _run(self, request: Request) -> None:
         bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
@@ -352,7 +326,7 @@ class Scheduler:
         They are registered when they are looked for, or once the next step was read: neither the first token waits for that, nor the thread that
         sends it.
         """
-        self._queue(self.fetches.end(request))
+        self._waiting.push(self.fetches.end(request))
         request.is_remote = False
         self._pages.postpone(request)
         bisect.insort(self._ready, request, key=lambda r: (r.priority, r.arrival))
@@ -362,10 +336,10 @@ class Scheduler:
 
     def give_up_fetch(self, request: Request) -> None:
         """Its prompt is to be computed here."""
-        self._queue(self.fetches.end(request))
+        self._waiting.push(self.fetches.end(request))
         self._pages.release(request)
         request.is_remote, request.num_computed_tokens = False, 0
-        self._queue([request])
+        self._waiting.push([request])
 
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 
 from backend import SamplingParams, open_requests, planner
-from backend import scheduler as scheduling
+from backend import waiting as waiting_module
 from backend.core import Delta, Request
 from backend.errors import CapacityError, ConfigError, EngineError, InternalError, ModelError, RequestError
 from backend.models.inspection import Load, inspect
@@ -322,7 +322,7 @@ def test_what_is_cancelled_is_gone_before_the_next_step(llm_ngram, prompts):
 
 def test_requests_that_end_while_they_wait_are_not_kept(monkeypatch) -> None:
     """Those before them may wait for as long as the server is full; each one's prompt would stay. Nobody loses the place."""
-    monkeypatch.setattr(scheduling, "MAX_ENDED_WAITING", 4)
+    monkeypatch.setattr(waiting_module, "MAX_ENDED", 4)
     sizes = {"num_pages": 16, "page_size": 4, "max_batch_size": 1, "max_num_batched_tokens": 64, "max_model_len": 64, "max_waiting": 4}
     own = Scheduler(**sizes)
 
@@ -335,7 +335,7 @@ def test_requests_that_end_while_they_wait_are_not_kept(monkeypatch) -> None:
         own.launch(own.schedule().entries)
         ended = add(str(number), number % 4)
         own.finish(ended)
-        assert len(own._waiting) <= 2 * own.num_open + 4 + 1
+        assert len(list(own._waiting)) <= 2 * own.num_open + 4 + 1
     own.finish(running)
     for request in reversed(waiting):
         assert [entry.request for entry in own.schedule().entries] == [request]

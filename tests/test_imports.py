@@ -202,6 +202,7 @@ def test_adapters_alone_know_triton() -> None:
 PURE = (
     "scheduler",
     "fetches",
+    "waiting",
     "pages",
     "prefix_cache",
     "core",
@@ -229,7 +230,7 @@ def test_pure_modules_import_each_other_only(name: str) -> None:
         none_of([i for i in of_project(imports) if not i.is_in(*below[name])], f"{name} imports no other sibling")
 
 
-@pytest.mark.parametrize("name", ["scheduler", "fetches", "pages", "prefix_cache"])
+@pytest.mark.parametrize("name", ["scheduler", "fetches", "waiting", "pages", "prefix_cache"])
 def test_integers_only(name: str) -> None:
     none_of([i for i in imports_of(f"backend/{name}.py") if i.top in ("torch", "numpy")], f"{name} does not even name a tensor")
 
@@ -281,7 +282,7 @@ LEVELS = (
         "tiktoken_file",
     ),
     ("prefix_cache", "drafters", "grammar"),
-    ("fetches",),
+    ("fetches", "waiting"),
     ("scheduler", "intake", "open_requests", "step"),
     ("planned",),
     ("step_drafting", "step_grammars", "rank_processes", "rank_hello"),
