@@ -160,13 +160,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(max_tokens: int) -> int:
     ports = free_ports(3)
+    what = "made"
     try:
         log = state_directory() / "demo.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        what = "written"
         log.write_bytes(b"")
         place = tempfile.TemporaryDirectory(prefix="demo-", dir=log.parent)
     except OSError as error:
-        print(f"[demo] {log.parent} cannot be written: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)
+        print(f"[demo] {log.parent} cannot be {what}: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)
         return 1
     except LaunchError as error:
         print(f"[demo] {error}", file=sys.stderr)

@@ -162,7 +162,7 @@ def test_make_serve_takes_a_path_with_spaces(root: Path, tmp_path: Path) -> None
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
     for model, expected in (("/my models/7B", "<serve></my models/7B><--speculative-config>"), ("", "<serve><--port><8080>")):
-        command = ["make", "-f", str(root / "Makefile"), "serve", f"MODEL={model}"]
+        command = ["make", "--no-print-directory", "-f", str(root / "Makefile"), "serve", f"MODEL={model}"]
         said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         assert said.startswith(expected)
         assert not model or "<--served-model-name></my models/7B><foretoken><--port>" in said

@@ -198,10 +198,11 @@ def test_what_is_served_is_asked_again(chromium, gateway):
     page.close()
 
 
-def test_one_token_has_no_time_between_two(page):
+def test_one_token_has_no_time_between_two(page, server):
     fill(page, LOOPS, 40)
-    page.get_by_role("button", name="Run").click()
-    wait_for_answers(page)
+    with server.slowed():  # a browser that others keep waiting gets a whole answer at once else
+        page.get_by_role("button", name="Run").click()
+        wait_for_answers(page)
     assert float(value(page, "off", "perSecond")) > 0 and value(page, "off", "reason") == "max tokens"
     fill(page, "x", 1)
     page.get_by_role("button", name="Run").click()
