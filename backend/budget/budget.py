@@ -231,8 +231,8 @@ class DraftBudget:
         survivals = [self._survive(requests[n], chains[n], parents[n] if parents else ()) for n in free]
         judged = [own[: num_drawn[n]] if num_drawn[n] else own for n, own in zip(free, survivals)]
         others = sum(counts) - sum(counts[n] for n in free)
-        rest, verify_each = self._next_draft_seconds, self._costs.verify_each
-        found, speed = share(judged, num_rows, lambda numbers: verify_each(num_rows + others + numbers) + rest)
+        rest, at = self._next_draft_seconds + self._costs.rest, self._costs.curve().at
+        found, speed = share(judged, num_rows, lambda number: at(num_rows + others + number) + rest)
         for n, own, count in zip(free, survivals, found):
             if num_drawn[n] and count == num_drawn[n]:
                 while count < len(own) and own[count] > speed * self._prices.row_seconds:

@@ -6,8 +6,6 @@ import enum
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
-
 from backend.budget.line import Curve, Line
 from backend.budget.times import MAX_RATIO, Times, bucket_of
 
@@ -85,14 +83,19 @@ class StepCosts:
             self._rest = seconds
         self._rest += REST_SMOOTHING * (min(seconds, MAX_RATIO * self._rest) - self._rest)
 
+    @property
+    def rest(self) -> float:
+        """What a step takes outside its phases."""
+        return self._rest or 0.0
+
     def verify(self, rows: float) -> float:
         """With what a step takes besides; 0 before anything was measured. Where rows are padded, beyond those that were measured with so many
         requests, times of any number of them say how it goes on."""
         if self._is_exact:
-            return self._curve().at(rows) + (self._rest or 0.0) if self.is_known else 0.0
+            return self.curve().at(rows) + self.rest if self.is_known else 0.0
         if not self._verify:
             return 0.0
-        rest, own = self._rest or 0.0, self._own
+        rest, own = self.rest, self._own
         if own is None or not own.counts:
             return self._verify.at(rows) + rest
         nearest = min(max(rows, own.counts[0]), own.counts[-1])
@@ -100,11 +103,8 @@ class StepCosts:
             return own.at(rows) + rest
         return own.at(nearest) * self._verify.at(rows) / max(self._verify.at(nearest), 1e-9) + rest
 
-    def verify_each(self, rows: np.ndarray) -> np.ndarray:
-        """The same of several numbers, where steps compute as many rows as they have tokens."""
-        return self._curve().at_each(rows) + (self._rest or 0.0)
-
-    def _curve(self) -> Curve:
+    def curve(self) -> Curve:
+        """Of that beside `rest`, where steps compute as many rows as they have tokens."""
         return self._beside.curve_alone() if self.is_beside_prompts else self._line.curve(self._keys)
 
     def draft(self, num_drafts: int, num_requests: float) -> float:

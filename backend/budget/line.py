@@ -36,11 +36,6 @@ class Curve(NamedTuple):
     def at(self, rows: float) -> float:
         return max(self.least + self.least_of_row * rows, self.seconds + (self.more if rows > self.mean else self.fewer) * (rows - self.mean))
 
-    def at_each(self, rows: np.ndarray) -> np.ndarray:
-        """The same of several numbers."""
-        found = self.seconds + np.where(rows > self.mean, self.more, self.fewer) * (rows - self.mean)
-        return np.maximum(self.least + self.least_of_row * rows, found)
-
 
 class Line:
     """Of steps that compute as many rows as they have tokens. Without the keys, which are read whatever the rows are, a step of long answers would
