@@ -16,9 +16,9 @@ MAX_ENDED = 64
 class WaitingQueue:
     """A request that ended stays in it until it comes up, or there are many such."""
 
-    def __init__(self, is_open: Mapping[str, Request], pool: PagePool, prefix_cache: PrefixCache | None) -> None:
-        """is_open: the open requests by id, which are its owner's."""
-        self._is_open, self._pool, self._prefix_cache = is_open, pool, prefix_cache
+    def __init__(self, open_requests: Mapping[str, Request], pool: PagePool, prefix_cache: PrefixCache | None) -> None:
+        """open_requests: by id; its owner's, which come and go."""
+        self._open_requests, self._pool, self._prefix_cache = open_requests, pool, prefix_cache
         self._heap: list[tuple[int, int, Request]] = []
         self._lack: tuple[Request, int, bytes] | None = None
         """Who was refused pages last, how many there were, and the hash of the first page that was not found: until there are more, that page is, or
@@ -46,11 +46,11 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[2]
 
     def _is_waiting(self, request: Request) -> bool:
-        return self._is_open.get(request.request_id) is request
+        return self._open_requests.get(request.request_id) is request
 
     def note_ended(self) -> None:
         """Some request has ended: others in front of it may wait for long."""
-        if len(self._heap) > 2 * len(self._is_open) + MAX_ENDED:
+        if len(self._heap) > 2 * len(self._open_requests) + MAX_ENDED:
             self._heap = [entry for entry in self._heap if self._is_waiting(entry[2])]
             heapq.heapify(self._heap)
 
