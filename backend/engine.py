@@ -311,8 +311,10 @@ class Engine:
             if not step.plan.num_prompts:
                 budget.note_rest(seconds - self._under_way.phase_seconds)
         elif self.num_finished == num_read + 1:
-            busy = seconds - (self._under_way.waited_seconds - waited)
-            budget.note_host(len(step.entries), busy, step.is_waited_for, step.plan.num_prompts > 0, **step.effort)
+            waited = self._under_way.waited_seconds - waited
+            budget.note_host(len(step.entries), seconds - waited, step.is_waited_for, step.plan.num_prompts > 0, **step.effort)
+            if step.is_waited_for:  # and so is the one before it, which was read for it
+                budget.note_wait(waited, self._under_way.device_seconds, step.plan.num_prompts > 0)
         return True
 
     def _has_news(self) -> bool:

@@ -39,8 +39,8 @@ class UnderWay:
         self._steps: deque[InFlight] = deque()
         self.num_finished = 0
         """Steps that were read."""
-        self.phase_seconds = 0.0
-        """Of the last one, the drafts of the host with them."""
+        self.phase_seconds = self.device_seconds = 0.0
+        """Of the last one, with the drafts of the host and without them."""
         self.waited_seconds = 0.0
         """For steps that had not ended when they were to be read, all together."""
 
@@ -79,7 +79,7 @@ class UnderWay:
                 self._group.await_done(oldest.number)  # other nodes read the pages of all ranks
         times = results.times
         draft_seconds = times.draft + step.host_seconds
-        self.phase_seconds = times.total + step.host_seconds
+        self.device_seconds, self.phase_seconds = times.total, times.total + step.host_seconds
         self._metrics.add_times(draft_seconds, times.forward, times.decide)
         if self._chunks is not None:
             self._chunks.observe(step.plan.prompt_rows, times.total)

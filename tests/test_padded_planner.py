@@ -185,6 +185,8 @@ def test_a_step_takes_the_devices_time_or_the_hosts() -> None:
         times.add_host(1, 3e-4, True, False)
     steps = [times.step(1, 5, num_model, num_model > 0, waits, 2.0) for num_model, waits in ((0, False), (5, False), (0, True))]
     assert steps == pytest.approx([5e-4, 8e-4, 8e-4])
+    times.add_wait(1e-4, 5e-4, False)
+    assert times.step(1, 5, 0, 0, True, 2.0) == pytest.approx(4e-4 * 1.25), "the host had something to do for most of the device's time"
     for _ in range(300):  # all are beside prompts now, which are launched kernel by kernel
         times.add_device(1, 40, 34, 10, 2, 3e-3, 1e-4, 0, 0)
         times.add_host(1, 4e-3, False, True)

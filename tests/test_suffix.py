@@ -331,6 +331,7 @@ def test_a_waiting_prompt_goes_in_at_its_first_lookup(make: Make, by_hand: None,
     drafter.stop(second)
     drafter.stop(first)
     assert drafter._num_reserved == 0
+    assert work_off(drafter) == 2, "their indices are freed"
     third = request_of(prompt)
     drafter.start(third)
     assert work_off(drafter) == 4

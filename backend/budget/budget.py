@@ -369,6 +369,11 @@ class DraftBudget:
         if self._padded is not None:
             self._padded.add_host(num_requests, seconds, is_waited_for, has_prompts, has_drafts=has_drafts, has_model=has_model)
 
+    def note_wait(self, seconds: float, device_seconds: float, has_prompts: bool) -> None:
+        """See `PaddedTimes.add_wait`."""
+        if self._padded is not None and device_seconds > 0:
+            self._padded.add_wait(seconds, device_seconds, has_prompts)
+
     def note_rest(self, seconds: float) -> None:
         """What the last step took outside its phases."""
         self._costs.add_rest(seconds)

@@ -16,7 +16,6 @@ from backend.budget.times import Times
 SMOOTHING, SMOOTHING_OF_SHARE = 0.05, 0.02
 """Share of the newest step in means, and in that of steps with prompts, which come in bursts."""
 
-
 MAX_SHARE = 0.98
 """Of steps with prompts, so that it can be said what it would be with fewer tokens."""
 
@@ -46,6 +45,8 @@ class PaddedTimes:
         self._device = {False: StepCosts(drafter), True: StepCosts(drafter)}  # by whether there are prompts in the step
         # By that, and by whether it is waited for; by what drafts in it, and over requests: drafts are booked one by one.
         self._host: dict[tuple[bool, bool], dict[int, Times]] = defaultdict(lambda: defaultdict(Times))
+        # Of the device's time in steps that are waited for, by whether they have prompts: the share that the host does nothing in.
+        self._idle: dict[bool, float] = {}
         self._share = 0.0  # of steps with prompts
         self._tokens = 0.0  # of a step
         self._prompt_rows = 0.0  # of such a step
@@ -97,13 +98,18 @@ class PaddedTimes:
         """is_waited_for: the device had nothing to do meanwhile; has_drafts: requests had some, or were looked up; has_model: the model made some."""
         self._host[has_prompts, is_waited_for][_effort(has_drafts, has_model)].add(num_requests, seconds)
 
+    def add_wait(self, seconds: float, device_seconds: float, has_prompts: bool) -> None:
+        """Of a step that was waited for: how long the host did nothing, and how long the device took."""
+        share, known = min(seconds / device_seconds, 1.0), self._idle.get(has_prompts)
+        self._idle[has_prompts] = share if known is None else known + SMOOTHING * (share - known)
+
     def _host_of(self, num_requests: int, is_waited_for: bool, has_prompts: bool, effort: int) -> float:
         known = self._host[has_prompts, is_waited_for]
         return known[min(known, key=lambda own: abs(own - effort))].at(num_requests) if known else 0.0
 
     def step(self, num_requests: int, num_drafts: int, num_model: int, num_asked: int, is_waited_for: bool, num_tokens: float) -> float:
-        """Of a usual step of requests that may have so many drafts each: the device's time, or the host's where that is longer, or both where one
-        waits for the other (with prompts the device works while Python launches, whoever waits). 0 before anything was measured.
+        """Of a usual step of requests that may have so many drafts each: the device's time, or the host's where that is longer; where one waits for
+        the other both, but for what the device does while Python still launches, or prepares the next step. 0 before anything was measured.
 
         num_tokens: that it emits. Prompts come as requests end: the more tokens a step brings, the more steps have prompts in them.
         """
@@ -118,6 +124,8 @@ class PaddedTimes:
             if not costs.is_known:
                 continue
             more, following = (round(self._prompt_rows), self._following) if has_prompts else (0, 0.0)
+            # Until that is measured: prompts are launched kernel by kernel, and all else at once.
+            idle = self._idle.get(has_prompts, 0.0 if has_prompts else 1.0) if is_waited_for else 0.0
             drafting, hosts = dict[tuple[int, int], float](), dict[int, float]()
             for number, (num_drafts, num_model, num_asked, _) in enumerate(shapes):
                 rows, asked, effort = num_requests * (1 + num_drafts) + more, (num_model, num_asked), _effort(num_drafts > 0, num_model > 0)
@@ -129,6 +137,6 @@ class PaddedTimes:
                 if host is None:
                     host = hosts[effort] = self._host_of(num_requests, is_waited_for, has_prompts, effort)
                 device, weight = verify + draft, max(shares[number] if has_prompts else 1 - shares[number], 1e-3)
-                totals[number] += weight * (device + host if is_waited_for and not has_prompts else max(device, host))
+                totals[number] += weight * max(device, host + idle * device)
                 known[number] += weight
         return [total / weight if weight else 0.0 for total, weight in zip(totals, known)]

@@ -8,7 +8,8 @@ the last tokens of its prompt, so that it is found from its first token on where
 Threads. One lock guards the indices and the books, and the engine's thread takes it as it comes. What takes long (a prompt of 128k tokens some 40 ms
 on a slow processor, in Python for the books too) is cut into slices, which one background thread does, resting after each for as long as it took:
 removals first, then prompts (in turns), then what waits for the shared index. Removal of a text cannot be cut, and an index that is dropped is freed
-at once: so a long text is held in overlapping pieces, and each is a slice of work when it goes. Calls of the compiled index let other threads run.
+at once: so a long text is held in overlapping pieces, and each is a slice of work when it goes; a short one's index is freed by the thread whole,
+without the lock. Calls of the compiled index let other threads run.
 
 Answers are saved to a file every SAVE_SECONDS and at the end, by a second thread, which waits for the disk.
 
@@ -121,7 +122,8 @@ class SuffixLookup:
         self._new_ids = itertools.count()
         self._free_ids: list[int] = []  # to use again: an index's ids are 32 bits
 
-        self._removals: deque[tuple[SuffixIndex, int]] = deque()  # index, piece; the thread's work, in this order
+        self._dropped: deque[SuffixIndex] = deque()  # the thread's work, in this order
+        self._removals: deque[tuple[SuffixIndex, int]] = deque()  # index, piece
         self._behind: deque[_Open] = deque()
         self._unshared: deque[_Text] = deque()
         self._is_closed = self._is_broken = False
@@ -152,7 +154,11 @@ class SuffixLookup:
     def is_idle(self) -> bool:
         """Everything known is in the indices, and everything evicted is out of them."""
         with self._wake:
-            return not (self._removals or self._behind or self._unshared)
+            return not self._has_work
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._dropped or self._removals or self._behind or self._unshared)
 
     def add_corpus(self, texts: Sequence[array[int]]) -> int:
         """Queues texts that stay, all or none -> tokens of all that have come. From any thread. Raises RequestError beyond max_corpus_tokens, and
@@ -233,6 +239,8 @@ class SuffixLookup:
                 self._remove(own.text)
             else:
                 self._free_ids += own.text.piece_ids
+                self._dropped.append(own.text.index)
+                self._wake.notify()
 
     def close(self) -> None:
         """Ends the thread and saves the answers, if there is a path. No effect when closed."""
@@ -301,8 +309,10 @@ class SuffixLookup:
         self._removals.extend((text.index, piece_id) for piece_id in text.piece_ids)
         self._wake.notify()
 
-    def _work(self) -> None:
-        """One slice of what waits."""
+    def _work(self) -> SuffixIndex | None:
+        """One slice of what waits -> what is to be let go."""
+        if self._dropped:
+            return self._dropped.popleft()
         if self._removals:
             index, piece_id = self._removals.popleft()
             index.remove(piece_id)
@@ -310,7 +320,7 @@ class SuffixLookup:
         elif self._behind:
             own = self._behind.popleft()
             if self._open.get(own.request) is not own:
-                return  # ended
+                return None  # ended
             self._take_in(own)
             own.is_queued = own.text.num_inserted < len(own.request.token_ids)
             if own.is_queued:
@@ -320,6 +330,7 @@ class SuffixLookup:
             self._insert(answer)
             if answer.is_evicted or answer.num_inserted == len(answer.token_ids):
                 self._unshared.popleft()
+        return None
 
     def _restore(self, sequences: Sequence[array[int]]) -> None:
         """Books the answers of a file, as many of the newest as may stay; the thread inserts them, oldest first."""
@@ -338,12 +349,13 @@ class SuffixLookup:
         try:
             while True:
                 with self._wake:
-                    while not (self._is_closed or self._removals or self._behind or self._unshared):
+                    while not (self._is_closed or self._has_work):
                         self._wake.wait()
                     if self._is_closed:
                         return
                     started = time.perf_counter()
-                    self._work()
+                    dropped = self._work()
+                del dropped  # without the lock
                 time.sleep(time.perf_counter() - started)  # lets go of the GIL and of the lock, so half of the time at least is the engine's
         except Exception:
             logger.exception("the suffix cache failed: it drafts nothing any more, and will not be saved")

@@ -1,0 +1,67 @@
+"""Checkpoints in the formats that people have, as whole models on the GPU: a prompt, a token after it, and drafts, against the numbers that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families import VOCABULARY, Case, make_model, random_tokens
+from tests.quantized import BLOCKS, FORMATS, GPTQ, MXFP4, Format, compressed, gptq, packed, scaled, write_checkpoints
+from tests.steps import Row, Steps, make_worker
+from tests.test_latents import DEEPSEEK
+from tests.test_mixtures import QWEN2
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": VOCABULARY + 1}
+"""That the kernels know."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+"""Of the logits' root mean square. Numbers of bfloat16 are 0.004 of each apart and a layer rounds some ten times; of 39 rows one that were wrong would
+make 0.2."""
+PROMPT, DRAFTS = 33, 5
+MIXED: list[tuple[Case, Format]] = [
+    (Case("deepseek_v3", config=DEEPSEEK), Format("blocks", BLOCKS, scaled(strategy="block", name="weight_scale_inv"))),
+    (Case("qwen2_moe", config=QWEN2), Format("int4", compressed("pack-quantized", strategy="group", group_size=8), packed(size=8))),
+    (Case("phi3", config=SIZES), Format("fused", GPTQ | {"desc_act": True}, gptq(has_order=True))),
+    (Case("llama", config=SIZES), MXFP4),
+]
+
+
+def logits_of(folder: Path, device: str, dtype: str) -> torch.Tensor:
+    """[39, V] float32, of each kind of step."""
+    memory = "4MiB" if device == "cpu" else "64MiB"
+    steps, token_ids = Steps(make_worker(folder, device=device, dtype=dtype, page_size=16, kv_cache_memory=memory)), random_tokens(PROMPT + 1 + DRAFTS)
+    found = []
+    steps.admit(0, token_ids, range(4))
+    for begin, count in ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, DRAFTS)):
+        steps.run([Row(0, begin, count, is_end=begin + count == len(token_ids))])
+        found.append(steps.logits().float().cpu())
+    return torch.cat(found)
+
+
+def check(source: Path, form: Format, folder: Path) -> None:
+    stored, plain = write_checkpoints(source, form, folder)
+    expected = logits_of(plain, "cpu", "float32")
+    for dtype, tolerance in TOLERANCES.items():
+        difference = ((logits_of(stored, "cuda", dtype) - expected).norm() / expected.norm()).item()
+        assert difference <= tolerance, f"{dtype}: relative difference {difference:.2g}"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(Case("llama", config=SIZES), folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_the_numbers_are_those_of_the_format(source: Path, tmp_path: Path, form: Format) -> None:
+    check(source, form, tmp_path)
+
+
+@pytest.mark.parametrize(("case", "form"), MIXED, ids=str)
+def test_experts_latents_and_fused_projections(tmp_path: Path, case: Case, form: Format) -> None:
+    make_model(case, tmp_path / "source")
+    check(tmp_path / "source", form, tmp_path)
