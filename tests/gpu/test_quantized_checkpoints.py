@@ -1,4 +1,4 @@
-"""Checkpoints in the formats that people have, as whole models on the GPU: a prompt, a token after it, and drafts, against the numbers that they stand for."""
+"""Checkpoints in the formats that people have, as whole models on the GPU: a prompt, a token after it, and drafts, by the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": VOCABULARY + 1}
 """That the kernels know."""
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""Of the logits' root mean square. Numbers of bfloat16 are 0.004 of each apart and a layer rounds some ten times; of 39 rows one that were wrong would
-make 0.2."""
+"""Of the logits' root mean square. Numbers of bfloat16 are 0.004 of each apart, and a layer rounds some ten times; a wrong row of the 39 would make
+0.2."""
 PROMPT, DRAFTS = 33, 5
 MIXED: list[tuple[Case, Format]] = [
     (Case("deepseek_v3", config=DEEPSEEK), Format("blocks", BLOCKS, scaled(strategy="block", name="weight_scale_inv"))),
@@ -32,8 +32,8 @@ MIXED: list[tuple[Case, Format]] = [
 def logits_of(folder: Path, device: str, dtype: str) -> torch.Tensor:
     """[39, V] float32, of each kind of step."""
     memory = "4MiB" if device == "cpu" else "64MiB"
-    steps, token_ids = Steps(make_worker(folder, device=device, dtype=dtype, page_size=16, kv_cache_memory=memory)), random_tokens(PROMPT + 1 + DRAFTS)
-    found = []
+    steps = Steps(make_worker(folder, device=device, dtype=dtype, page_size=16, kv_cache_memory=memory))
+    token_ids, found = random_tokens(PROMPT + 1 + DRAFTS), []
     steps.admit(0, token_ids, range(4))
     for begin, count in ((0, PROMPT), (PROMPT, 1), (PROMPT + 1, DRAFTS)):
         steps.run([Row(0, begin, count, is_end=begin + count == len(token_ids))])
