@@ -1,4 +1,4 @@
-"""Checkpoints in the formats that people have, as whole models on the GPU: a prompt, a token after it, and drafts, by the numbers that they stand for."""
+"""Checkpoints in the formats that people have, as whole models on the GPU: a prompt, a token after it, and drafts."""
 
 from __future__ import annotations
 
