@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import statistics
 import time
@@ -141,6 +142,9 @@ class Runner:
             device=device,
             **options,
         )
+        # As servers do: full collections look at what came since alone.
+        gc.collect()
+        gc.freeze()
         self._clock = time.perf_counter if self.is_gpu else time.process_time
         self._turn = 0
 

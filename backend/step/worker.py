@@ -161,6 +161,7 @@ class Worker:
         self._turn = 0
         self._pinned: list[torch.Tensor] = []
         self._pinned_masks = [torch.empty(0, 0, dtype=torch.int32)] * NUM_BUFFERS
+        self._pinned_results = [torch.empty(0, dtype=torch.int32)] * NUM_BUFFERS
 
     def warm_up(self) -> None:
         """Captures the steps that requests with the server's own method will need."""
@@ -293,7 +294,7 @@ class Worker:
         if len(masks):
             self.program.masks[: len(masks)].copy_(self._pin_masks(masks), non_blocking=True)
         running.finish()
-        copies = _start_copies(running.step)
+        copies = self._start_copies(running.step)
         copied = torch.cuda.Event()
         copied.record()
 
@@ -304,6 +305,30 @@ class Worker:
             return Results(self._read(plan, arrays), arrays.rows[: plan.num_rows], StepTimes(*seconds))
 
         return Launched(read, copied.query)
+
+    def _start_copies(self, step: StepTensors) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
+        """On their way to pinned memory: what every step has to this turn's, the rest to memory of its own, which torch keeps for the next ones."""
+
+        def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+        pinned, begin, copies = self._pin_results(step), 0, list[torch.Tensor | None]()
+        for tensor in (step.results, step.report):
+            if tensor is None:
+                copies.append(None)
+                continue
+            end = begin + tensor.numel()
+            copies.append(pinned[begin:end].view(tensor.shape).copy_(tensor, non_blocking=True))
+            begin = end
+        prompts = {row: own for row, scores in step.prompt_scores.items() if (own := copy(scores)) is not None}
+        return [*copies, copy(step.scores)], prompts
+
+    def _pin_results(self, step: StepTensors) -> torch.Tensor:
+        count = step.results.numel() + (0 if step.report is None else step.report.numel())
+        pinned = self._pinned_results[self._turn]
+        if len(pinned) < count:
+            pinned = self._pinned_results[self._turn] = torch.empty(2 * count, dtype=torch.int32, pin_memory=True)
+        return pinned
 
     def _pin_masks(self, masks: np.ndarray) -> torch.Tensor:
         """A copy in pinned memory. To allocate that waits for the device."""
@@ -351,16 +376,6 @@ def _host_copies(step: StepTensors) -> _Read:
     report, scores = step.report, step.scores
     chances = None if step.chances is None else step.chances.numpy()
     return _Read(step.results.numpy(), None if report is None else report.numpy(), None if scores is None else scores.numpy(), prompts, chances)
-
-
-def _start_copies(step: StepTensors) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-    """On their way to pinned memory of their own: torch keeps it for the next ones."""
-
-    def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-    prompts = {row: own for row, scores in step.prompt_scores.items() if (own := copy(scores)) is not None}
-    return [copy(step.results), copy(step.report), copy(step.scores)], prompts
 
 
 def _as_arrays(copies: tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]) -> _Read:
