@@ -115,9 +115,11 @@ class Known:
     """Leading page ids in the page table."""
     is_admitted: bool = False
     is_reported: bool = False
-    """The host, or another node, wants to see what a step drafted for it."""
+    """The host, or another node, wants to see what every step drafted for it."""
+    knows_drafts: bool = False
+    """The host does see what the last step that was read drafted for it."""
     next_drafts: list[int] = field(default_factory=list)
-    """What the last step that was read drafted for the next one, where that is reported."""
+    """That, where there is anything."""
     drafted: Drafted = field(default_factory=Drafted)
     num_drafter_tokens: int = 0
     """Leading tokens that the model drafter has computed, by the steps that were read or whose rows the host named."""
@@ -125,6 +127,16 @@ class Known:
     """Of its answer's newest tokens: drafts that its grammar alone makes."""
     is_followed: bool = False
     """The model drafter computes every token in the step that emits it; where not, it lags behind num_drafter_tokens."""
+
+    @property
+    def has_own_drafts(self) -> bool:
+        """Steps make some for it."""
+        return self.place.has_model or self.place.has_lookup
+
+    @property
+    def may_ask_host(self) -> bool:
+        """Else what it drafted would take the place of drafts that it has not seen."""
+        return self.knows_drafts or not self.has_own_drafts
 
 
 class Masked(NamedTuple):

@@ -145,7 +145,7 @@ class Planner:
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
         # A step that drafts nothing, and computes no prompts, has no third phase.
         drafts = plan.num_model_drafts > 0 or plan.has_lookup or plan.num_prompts > 0
-        plan.reports_drafts = drafts and any(own.is_reported for own in known.values())
+        plan.reports_drafts &= drafts
         self._grammars.put(step, self._known)
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
@@ -157,7 +157,7 @@ class Planner:
         known = Known(self._free.pop(), self._drafters.place(request), self._end_of(request))
         self._known[request.request_id] = known
         has_lookup = known.place.has_lookup and (self._is_exact or request.grammar is not None)
-        known.is_reported = known.place.has_model or request.is_prefill_only or has_lookup
+        known.is_reported = request.is_prefill_only or has_lookup or (known.place.has_model and self._is_exact)
         has_drafter = known.place.has_model or known.place.has_lookup or bool(known.place.host) or request.speculation.max_drafts > 0
         known.is_plain = not has_drafter and request.grammar is None and not request.is_prefill_only
         known.options = options_of(request, self._config.accept_policy).value
@@ -240,6 +240,8 @@ class Planner:
             plan.has_lookup_alone |= alone < NEVER
         made = [self._drafters.model_name] * model_limit + [self._drafters.lookup_name] * (lookup_limit - model_limit)
         known.drafted = Drafted(made, alone, num_model=model_limit)
+        # To copy and read it takes the host as long as to plan a row does.
+        plan.reports_drafts |= known.is_reported or drafter_count != 0 or model_limit > 0 or self._joins_host(request, known)
         step.verified.append(verified)
         step.made.append(known.drafted)
         first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)
@@ -251,6 +253,11 @@ class Planner:
                 plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
         head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone, *NO_PREFIX_NO_MASKS)
+
+    def _joins_host(self, request: Request, known: Known) -> bool:
+        """Drafters of the host are to see what the step drafts, and may lengthen or replace it."""
+        place = known.place
+        return bool(place.host) and known.has_own_drafts and (place.waits or self._budget.waits(request))
 
     def _num_drafts_held(self, request: Request, num_model: int) -> int:
         """Of a request whose pages hold its newest token, and maybe no more: of a block's rows none may lack a place."""
@@ -265,7 +272,8 @@ class Planner:
         if is_prompt:
             wanted = end + entry.emits
             count = min(wanted - known.num_drafter_tokens, self._max_drafter_tokens)
-            if not num_model and (entry.is_decoding or (self._is_exact and wanted - known.num_drafter_tokens <= MAX_LAG)):
+            is_spared = entry.is_decoding or self._budget.leaves_model(request) or (self._is_exact and wanted - known.num_drafter_tokens <= MAX_LAG)
+            if not num_model and is_spared:
                 count = 0  # it may not be worth its time for as long as the request runs, and catches up where it is
             begin, after = known.num_drafter_tokens, known.num_drafter_tokens + count
             known.is_followed = after == wanted
@@ -305,13 +313,14 @@ class Planner:
         if known is None:
             return who
         drafts, known.next_drafts = known.next_drafts, outcome.next_drafts
+        known.knows_drafts = step.plan.reports_drafts or not (step.plan.num_model_drafts or step.plan.has_lookup)
         if request.grammar is not None and verified.token_ids is not None and outcome.token_ids:
             self._grammars.note(known, who[: outcome.num_accepted].count(SOURCE), len(outcome.token_ids))
         if request.speculation.num_nodes and len(outcome.draft_chances or ()) >= len(outcome.next_drafts):
             made.parents = outcome.next_parents or list(range(-1, len(outcome.next_drafts) - 1))
         if known.place.has_model and entry.emits and outcome.num_drafter_tokens:
             self._note_drafter(request, known, outcome)
-        if known.place.host and entry.emits and known.is_reported:
+        if known.place.host and known.has_own_drafts and entry.emits and step.plan.reports_drafts:
             count = len(outcome.next_drafts)
             self._drafters.put_step_drafts(request, outcome.next_drafts, made.who(count, lookup), made.judge(count, model, lookup))
         can_learn = entry.is_decoding and (bool(verified.parents) or not request.speculation.num_nodes)
@@ -322,7 +331,8 @@ class Planner:
                 tree = Branches(verified.parents[: len(chain)], path)
             is_alone = verified.has_model and verified.is_alone
             has_model = verified.has_model and not is_alone
-            self._budget.learn(request, chain, outcome.num_accepted, has_model, tree, matched=verified.score, is_alone=is_alone)
+            num_accepted, matched, asked_host = outcome.num_accepted, verified.score, verified.evidence is not None
+            self._budget.learn(request, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, asked_host=asked_host)
         return who
 
     def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], times: StepTimes) -> None:

@@ -67,8 +67,8 @@ class StepDrafting:
                 entry.max_drafts = count
 
     def _ask_host(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
-        """Drafts of the host for this step; only of requests all of whose tokens it knows."""
-        asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead]
+        """Drafts of the host for this step; only of requests all of whose tokens it knows, and what the last step drafted, if it does that."""
+        asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead and known[id(e)].may_ask_host]
         if not asking:
             return
         started = time.perf_counter()
@@ -145,6 +145,7 @@ class StepDrafting:
                 drafted = Drafted(sources, num_model=self.count_model(sources))
                 chain = drafted.judge(len(token_ids), self._drafters.model_name, self._drafters.lookup_name)
                 self._drafters.put_step_drafts(entry.request, token_ids, sources, chain)
+                known.knows_drafts = True
             return
         sources = hand_off.sources[: len(token_ids)]
         known.drafted = Drafted(sources, token_ids=token_ids, num_model=self.count_model(sources))

@@ -40,6 +40,8 @@ NOTHING = float("-inf")
 """What no drafts are worth beside others: how many of those are verified, if any, is seen with all requests together."""
 RECOVERY = 0.05
 """Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
+LEAVE_AFTER = 128
+"""Steps without the model drafter from which on it does not follow new prompts either."""
 ALONE_EVERY = 8
 """Steps of a request for which a score from which its lookup drafts alone is kept, where the device is not to wait for Python."""
 
@@ -196,9 +198,15 @@ class DraftBudget:
         """Drafts that were not verified: the text that follows tells how many of them were right."""
         self._of(request).watch(len(request.token_ids), token_ids, chain)
 
+    def watch_step(self, request: Request, token_ids: list[int], chain: Chain) -> None:
+        """The same of the step's own drafts, of which its lookup's alone are looked at: what they would have brought without the host's."""
+        own = self._of(request)
+        if self._padded is not None and chain and chain[0].source == own.ability.lookup and own.turn % self._often == 0:
+            own.watch(len(request.token_ids), token_ids, chain)
+
     def compare(self, request: Request) -> None:
         """Learns from what was watched and is known by now."""
-        for num_drafts, right in self._learning.compare(request, self._of(request)):
+        for num_drafts, right in self._learning.compare(request, self._of(request), self._often):
             self.note_listened(request, num_drafts, right)
 
     @property
@@ -276,8 +284,13 @@ class DraftBudget:
 
     def waits(self, request: Request) -> bool:
         """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""
-        own = self._of(request)
-        return self._waits and own.is_paced and own.ability.may_wait
+        return self._waits and (own := self._of(request)).is_paced and own.ability.may_wait
+
+    def leaves_model(self, request: Request) -> bool:
+        """Whether prompts, too, are kept from a model drafter that has not been asked for long. It catches up where it is asked again."""
+        if self._padded is None or self._applied is None or self._limits.num_unasked < LEAVE_AFTER or request.is_prefill_only:
+            return False
+        return self._of(request).is_paced
 
     def may_ask(self, request: Request) -> bool:
         """Whether `num_model` will be above 0 in the step that is planned, where steps compute as many rows for each request as for the one with
@@ -342,13 +355,15 @@ class DraftBudget:
         *,
         matched: int = 0,
         is_alone: bool = False,
+        asked_host: bool = False,
     ) -> None:
         """After `note_verified` said so.
 
         chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not; tree: that
-        they are, in the place of a chain; matched: of the step's lookup, whatever was verified; is_alone: its drafts came in the model's place."""
-        own, often = self._of(request), self._often
-        self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, often=often)
+        they are, in the place of a chain; matched: of the step's lookup, whatever was verified; is_alone: its drafts came in the model's place;
+        asked_host: the host's lookups were asked, and some of the drafts may be theirs."""
+        own, often, how = self._of(request), self._often, {"is_alone": is_alone, "asked_host": asked_host}
+        self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, often=often, **how)
 
     def observe(self, limits: Sequence[tuple[Request, int, bool]], outcomes: Sequence[tuple[int, int]], step: StepSeen) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its

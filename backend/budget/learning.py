@@ -56,6 +56,7 @@ class Learning:
         *,
         matched: int,
         is_alone: bool,
+        asked_host: bool,
         often: int,
     ) -> None:
         """See `DraftBudget.learn`. often: see `often_of`."""
@@ -69,8 +70,12 @@ class Learning:
         if has_model or is_alone:
             for means, share in self._shares(own, often):
                 means.note_model(num_accepted if has_model else means.model, num_accepted, share)
-        if own.ability.lookup and tree is None:
+        if not own.ability.lookup or tree is not None:
+            return
+        if not asked_host:
             self._learn_lookup(request, own, num_accepted, has_model or is_alone, matched, often)
+        elif not chain or chain[0].source == own.ability.lookup:  # where others are in its place, what it would have brought is watched
+            self._note_lookup(own, chain, num_accepted, often)
 
     def _shares(self, own: Own, often: int = 1) -> tuple[tuple[Means, float], ...]:
         """Of a step like so many in the means of a request and of all like it."""
@@ -147,12 +152,23 @@ class Learning:
 
     # -- lookups of the host ------------------------------------------------------------------------------------------
 
-    def compare(self, request: Request, own: Own) -> list[tuple[int, int]]:
-        """Learns from drafts that were watched and that the text by now says all of -> of each time, how many drafts, and how many were right."""
-        settled = own.settle(request.token_ids)
-        for chain, right in settled:
+    def _note_lookup(self, own: Own, chain: Chain, right: int, often: int) -> None:
+        """Of drafts of the step's lookup, which the host's may have lengthened."""
+        count = next((number for number, evidence in enumerate(chain) if evidence.source != own.ability.lookup), len(chain))
+        for means, share in self._shares(own, often):
+            means.note_lookup(min(right, count), share)
+
+    def compare(self, request: Request, own: Own, often: int) -> list[tuple[int, int]]:
+        """Learns from drafts that were watched and that the text by now says all of -> of each time that they were the host's, how many drafts, and
+        how many were right."""
+        found = []
+        for chain, right in own.settle(request.token_ids):
             self._survival.learn(request.request_id, chain, right, is_own=False)
-        return [(len(chain), right) for chain, right in settled]
+            if not self._is_exact and chain[0].source == own.ability.lookup:
+                self._note_lookup(own, chain, right, often)
+            else:
+                found.append((len(chain), right))
+        return found
 
     def note_listened(self, request: Request, own: Own, num_drafts: int, right: int, num_requests: int) -> None:
         """What lookups of the host would have brought a request that did not wait for them: one of so many."""

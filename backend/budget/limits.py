@@ -97,6 +97,8 @@ class Limits:
         self._costs, self._padded = costs, padded
         self.chosen = Choice(-1, True)
         """Limit -1: none was chosen yet."""
+        self.num_unasked = 0
+        """Steps since the choice was one with the model drafter."""
         self._speeds: dict[Choice, float] = {}
         self._last: tuple[frozenset[Group], int] | None = None  # what was chosen for
         self._num_last = 0  # of how many requests
@@ -111,6 +113,7 @@ class Limits:
         measured."""
         self._age += 1
         self._num_alike += 1
+        self.num_unasked = 0 if self.chosen.limit and self.chosen.is_asked else self.num_unasked + 1
         wanted, every = (frozenset(groups), top), EVERY if num_requests > FEW else min(EVERY, EVERY_OF_FEW * (1 + self._num_same))
         is_alike = self._last == wanted and ALIKE * abs(num_requests - self._num_last) <= max(self._num_last, ALIKE)
         if self._padded is not None and is_alike and self._age < every:

@@ -101,6 +101,8 @@ class HybridDrafter:
         """Leaves the model's drafts, or puts a lookup's in their place; judged: what may be judged of the model's, where not all may."""
         own: Chain = draft.evidence[b] if judged is None else judged
         best = self._budget.pick(request, [own, *(chain for _, chain, _ in found)])
+        if best:
+            self._budget.watch_step(request, draft.token_ids[b], draft.evidence[b])
         for number, (token_ids, chain, name) in enumerate(found, 1):
             if number == best:
                 draft.token_ids[b], draft.sources[b], draft.evidence[b] = token_ids, [name] * len(token_ids), chain

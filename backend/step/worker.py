@@ -294,7 +294,7 @@ class Worker:
         if len(masks):
             self.program.masks[: len(masks)].copy_(self._pin_masks(masks), non_blocking=True)
         running.finish()
-        copies = self._start_copies(running.step)
+        copies = self._start_copies(running.step, plan.reports_drafts)
         copied = torch.cuda.Event()
         copied.record()
 
@@ -306,14 +306,16 @@ class Worker:
 
         return Launched(read, copied.query)
 
-    def _start_copies(self, step: StepTensors) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-        """On their way to pinned memory: what every step has to this turn's, the rest to memory of its own, which torch keeps for the next ones."""
+    def _start_copies(self, step: StepTensors, is_reported: bool) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
+        """On their way to pinned memory: what most steps have to this turn's, the rest to memory of its own, which torch keeps for the next ones.
+        is_reported: the report is looked at, which a captured step makes for others, too."""
 
         def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
-        pinned, begin, copies = self._pin_results(step), 0, list[torch.Tensor | None]()
-        for tensor in (step.results, step.report):
+        report = step.report if is_reported else None
+        pinned, begin, copies = self._pin_results(step.results.numel() + (0 if report is None else report.numel())), 0, list[torch.Tensor | None]()
+        for tensor in (step.results, report):
             if tensor is None:
                 copies.append(None)
                 continue
@@ -323,8 +325,7 @@ class Worker:
         prompts = {row: own for row, scores in step.prompt_scores.items() if (own := copy(scores)) is not None}
         return [*copies, copy(step.scores)], prompts
 
-    def _pin_results(self, step: StepTensors) -> torch.Tensor:
-        count = step.results.numel() + (0 if step.report is None else step.report.numel())
+    def _pin_results(self, count: int) -> torch.Tensor:
         pinned = self._pinned_results[self._turn]
         if len(pinned) < count:
             pinned = self._pinned_results[self._turn] = torch.empty(2 * count, dtype=torch.int32, pin_memory=True)
