@@ -18,10 +18,21 @@ from safetensors import SafetensorError
 from backend.drafter_checks import list_drafter_weights
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_model
-from backend.model_files import INDEX_FILE, TEMPLATES, find_weights, is_named, open_weights, read_config, read_json
+from backend.model_files import (
+    INDEX_FILE,
+    MODELOPT_FILE,
+    OLD_QUANTIZATION_FILES,
+    QUANTIZATION_KEYS,
+    TEMPLATES,
+    find_weights,
+    is_named,
+    open_weights,
+    read_config,
+    read_json,
+)
 from backend.models.eagle_spec import has_part
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
-from backend.models.quantized_config import CLASS, FILE, KEYS, OLD_FILES, read_checkpoint_quantization
+from backend.models.quantized_config import CLASS, read_checkpoint_quantization
 from backend.models.quantized_spec import FP8
 from backend.models.shards import ShardWriter, check_new, new_folder
 from backend.models.spec import WeightList
@@ -35,7 +46,7 @@ MAX_FILE_BYTES = 2**28
 KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 KEPT_NAMES = ("tokenizer", "LICENSE", "NOTICE", "USE_POLICY")
 """What else belongs to a checkpoint begins so: tokenizer.model.v3, licences."""
-NOT_KEPT = (INDEX_FILE, "config.json", FILE, *OLD_FILES)
+NOT_KEPT = (INDEX_FILE, "config.json", MODELOPT_FILE, *OLD_QUANTIZATION_FILES)
 """Written anew, or said by config.json from now on."""
 CODE = "auto_map"
 """Where a file names a model's own code, which transformers runs. Other code, such as Triton's model.py, is not the checkpoint's."""
@@ -67,8 +78,8 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
             shutil.copyfile(path, copy)
         plain = _write_weights(find_weights(directory), out, schemes)
         described = _describe(schemes, plain) | ({"kv_cache_scheme": CACHE} if found is not None and found.cache == FP8 else {})
-        own = {key: value for key, value in read_json(directory / "config.json").items() if key not in KEYS}
-        (out / "config.json").write_text(f"{json.dumps(own | {KEYS[0]: described}, indent=2)}\n", "utf-8")
+        own = {key: value for key, value in read_json(directory / "config.json").items() if key not in QUANTIZATION_KEYS}
+        (out / "config.json").write_text(f"{json.dumps(own | {QUANTIZATION_KEYS[0]: described}, indent=2)}\n", "utf-8")
 
 
 def _find_files(directory: Path) -> list[Path]:
