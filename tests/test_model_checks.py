@@ -359,11 +359,12 @@ def test_the_fingerprint_is_of_what_says_how_weights_are_quantized(tmp_path: Pat
     """Equal bytes stand for other numbers by it; where config.json says it, the files beside it count for nothing."""
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     found = [fingerprint(tmp_path)]
-    for name, content in (("quant_config.json", {"bits": 4}), ("quantize_config.json", {"bits": 4}), ("hf_quant_config.json", {}), (None, {"bits": 8})):
-        (tmp_path / (name or "hf_quant_config.json")).write_text(json.dumps(content))
+    modelopt = "hf_quant_config.json"
+    for name, content in (("quant_config.json", {"bits": 4}), ("quantize_config.json", {"bits": 4}), (modelopt, {}), (modelopt, {"bits": 8})):
+        (tmp_path / name).write_text(json.dumps(content))
         found.append(fingerprint(tmp_path))
     assert len(set(found)) == len(found)
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "quantization_config": {"quant_method": "fp8"}}')
     own = fingerprint(tmp_path)
-    (tmp_path / "hf_quant_config.json").unlink()
+    (tmp_path / modelopt).unlink()
     assert fingerprint(tmp_path) == own

@@ -163,7 +163,7 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
 
 
 def check_target_layers(places: Iterable[Values], count: int) -> None:
-    """Raises ModelError for a drafter of a target with other than `count` layers: its weights may happen to fit, and hardly a draft would be right."""
+    """Raises ModelError for a drafter of a target with other than `count` layers: its weights may fit, and hardly a draft would be right."""
     for place in places:
         if place.has("num_target_layers") and place.integer("num_target_layers", 1024) != count:
             raise place.refuse("num_target_layers", f"{count}, as many as the target has")
