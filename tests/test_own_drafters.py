@@ -226,6 +226,36 @@ def test_where_a_drafter_is_looked_for(folder: Path, tmp_path: Path) -> None:
         check_before_launch(speculative, plain)
 
 
+def fuse_experts(folder: Path) -> None:
+    """All experts of a layer in one weight, as transformers holds them."""
+    weights, found = load_file(folder / "model.safetensors"), {}
+    for name in list(weights):
+        if ".experts." in name:
+            before, _, rest = name.partition(".experts.")
+            number, part, _ = rest.split(".")
+            found.setdefault(f"{before}.experts.", {})[part, int(number)] = weights.pop(name)
+    for before, parts in found.items():
+        numbers = range(len(parts) // 3)
+        both = [torch.cat([parts["gate_proj", number], parts["up_proj", number]]) for number in numbers]
+        weights[f"{before}gate_up_proj"] = torch.stack(both)
+        weights[f"{before}down_proj"] = torch.stack([parts["down_proj", number] for number in numbers])
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("own", [OWN[0], OWN[-1]], ids=str)
+def test_modules_with_all_experts_in_one_weight(own: Own, tmp_path: Path) -> None:
+    make_checkpoint(own, tmp_path / "model")
+    fused = edited(tmp_path / "model", tmp_path / "fused")
+    fuse_experts(fused)
+    made = []
+    for folder in (tmp_path / "model", fused):
+        llm = serve(folder)
+        seen = watched(llm)
+        llm.generate([{"prompt_token_ids": random_tokens(30)}], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        made.append(seen[0])
+    assert torch.equal(*made)
+
+
 @pytest.mark.parametrize("scheme", ["wint8", "fp8"])
 def test_modules_with_experts_in_few_bits(scheme: str, folder: Path) -> None:
     """Drafts change a little, tokens do not."""

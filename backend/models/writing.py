@@ -32,6 +32,7 @@ from backend.model_files import (
 )
 from backend.models.eagle_spec import has_part
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
+from backend.models.moe_spec import UNFUSED
 from backend.models.quantized_config import CLASS, read_checkpoint_quantization
 from backend.models.quantized_spec import FP8
 from backend.models.shards import ShardWriter, check_new, new_folder
@@ -102,12 +103,13 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed := config.get("architectures"), list) else []
     head = None
     is_joined = any(has_part(part, find_weights(directory)) for part in JOINS)  # EAGLE's authors give drafters their target's architecture
+    held = find_weights(directory)
     if any(name in known for name in names for known in (ARCHITECTURES, OLDER_NAMES, WITH_IMAGES)) and not is_joined:
         spec = check_model(directory)
         spec.list_weights(weights)
         for name in names:
             if name in DRAFTERS and config.get("num_nextn_predict_layers"):
-                weights.add_known(DRAFTERS[name](Values(config, f"{directory}/config.json")))
+                weights.add_known(DRAFTERS[name](Values(config, f"{directory}/config.json")).settle_fused(held))
         if quantization.head_quant_type is not None:
             if spec.is_tied:
                 raise ConfigError(
@@ -119,10 +121,8 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
         if quantization.head_quant_type is not None:
             raise ConfigError(f"quantization.head_quant_type: {directory} is a drafter, whose head is its target's")
     kinds = {"dense": quantization.dense_quant_type, "moe": quantization.moe_quant_type}
-    held = find_weights(directory)
     if fused := [name for name, kind in weights.rounded.items() if name in held and kinds[kind] is not None]:
-        rule = "is not rounded: save the model with a weight for each expert's projection, as transformers does by default"
-        raise ModelError(f"{directory}: weight {fused[0]}, of all experts, {rule}")
+        raise ModelError(f"{directory}: weight {fused[0]}, of all experts, is not rounded: {UNFUSED}")
     schemes = {name: scheme for name, kind in weights.rounded.items() if (scheme := kinds[kind]) is not None and f"{name}.weight" in held}
     if head is not None and quantization.head_quant_type is not None:
         schemes[head] = quantization.head_quant_type
