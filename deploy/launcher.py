@@ -38,6 +38,7 @@ from deploy.server import (
     INPUT_LIMIT_OPTION,
     LaunchError,
     Server,
+    check_port_numbers,
     check_ports,
     check_server_path,
     check_shared_memory,
@@ -248,7 +249,8 @@ def serve(args: argparse.Namespace) -> int:
         command = read_command(args)
         config = ServeConfig.from_dict({key: value for key, value in command.values.items() if key in SERVE_KEYS})
         check_own_files(config)
-    except ConfigError as error:
+        check_port_numbers(named_ports(config, command.values))
+    except (ConfigError, LaunchError) as error:
         return refuse(command.explain(error))
     if config.port and (why := why_no_clients(command.values)):
         command.notes.append(f"port {config.port} has no effect: {why}")
@@ -270,6 +272,18 @@ DEFAULT_NAME = "foretoken"
 INNER_PORTS = ("http_port", "grpc_port", "metrics_port", "status_port")
 
 
+def inner_ports(config: ServeConfig) -> dict[str, int]:
+    """The server's own, by their keys."""
+    return {key: getattr(config, key) for key in INNER_PORTS if key != "status_port" or (config.supervise and config.status_port)}
+
+
+def named_ports(config: ServeConfig, values: dict[str, Any]) -> dict[str, int]:
+    """Those that are known before anything runs: beside a gateway the server's own are free ones where they are not named."""
+    if not config.port or why_no_clients(values):
+        return inner_ports(config)
+    return {"port": config.port} | {key: port for key, port in inner_ports(config).items() if key in values}
+
+
 def served_names(config: ServeConfig, values: dict[str, Any]) -> list[str]:
     """What clients call the model: as vLLM's and SGLang's users do, by what the command calls it, unless the command says."""
     names = config.served_model_name or dict.fromkeys([str(values.get("model") or DEFAULT_NAME), DEFAULT_NAME])
@@ -285,9 +299,6 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     try:
         check_ports({"port": config.port}, host)
         check_ports(named, ServeConfig.host)
-        for key, port in named.items():
-            if port == config.port:
-                raise LaunchError(f"port and {key} are both {port}")
     except LaunchError as error:
         return refuse(str(error))
     server = [*FORETOKEN, "serve", *args.argv, "--without-gateway", f"--host={ServeConfig.host}"]
@@ -350,8 +361,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         with writing(target):
             put_password(values, target, password)
         if not args.dry_run:
-            names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
-            check_ports({k: getattr(config, k) for k in names}, config.host)
+            check_ports(inner_ports(config), config.host)
             check_shared_memory()
         remove_regions(target)
         parameters = model_parameters(values, engine, model)

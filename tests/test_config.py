@@ -1482,7 +1482,7 @@ def test_ports_in_use_and_named_twice(held: str, wanted: str) -> None:
         with pytest.raises(LaunchError, match=f"http_port {port} cannot be used on {wanted}: Address already in use"):
             server.check_ports({"http_port": port}, wanted)
     server.check_ports({"http_port": port}, wanted)
-    with pytest.raises(LaunchError, match=f"metrics_port and http_port are both {port}"):
+    with pytest.raises(LaunchError, match=f"http_port and metrics_port are both {port}"):
         server.check_ports({"http_port": port, "metrics_port": port}, wanted)
 
 
