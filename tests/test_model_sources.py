@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -235,3 +237,14 @@ def is_of_session(process: Path, session: int) -> bool:
     except OSError:
         return False
     return int(own) == session and state != "Z"
+
+
+@pytest.mark.parametrize("name", ["trees", "draft_tokens", "cpu_kernels", "grammar_libraries"])
+def test_a_measurement_of_a_model_that_is_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with a traceback, or its processes did."""
+    monkeypatch.setattr("sys.argv", [name, "--model", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert re.search(rf"error: (argument )?--model: {tmp_path}", capsys.readouterr().err)
