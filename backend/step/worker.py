@@ -141,7 +141,7 @@ class Worker:
         drafter = step_drafter_identity(config)
         identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank, **scales}
         self._mask_shape = mask_shape(config, self.model.vocab_size)
-        needs = StepNeeds(self.model, self.dtype, self.max_model_len, self.max_num_batched_tokens, has_drafter=self.drafter is not None)
+        needs = StepNeeds(self.model, self.dtype, self.max_model_len, self.max_num_batched_tokens)
         num_pages = ranks.least(count_pages(config, specs, needs, self.device), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:
