@@ -40,7 +40,7 @@ from backend.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_CH
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
 from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs
-from deploy import launcher, options, rendering, server
+from deploy import launcher, options, rendering, served_model, server
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.cli import main, make_parser
 from deploy.server import LaunchError, free_ports
@@ -1139,7 +1139,7 @@ def test_a_repository_that_holds_weights_survives(tmp_path: Path, model: str) ->
 
 def told(values: dict[str, Any], model: Path = BUNDLED_MODEL) -> dict[str, dict[str, Any]]:
     """The models' parameters, as `serve` makes them."""
-    return launcher.model_parameters(values, options.split_keys(values)[1], model.resolve())
+    return served_model.model_parameters(values, options.split_keys(values)[1], model.resolve())
 
 
 @pytest.fixture
@@ -1187,7 +1187,7 @@ def test_the_bundled_model_is_known_by_any_path(tmp_path: Path, monkeypatch: pyt
     linked = tmp_path / "link" / "decode" / "1"
     assert launcher.is_bundled(linked) and launcher.is_bundled(BUNDLED_MODEL) and not launcher.is_bundled(tmp_path)
     monkeypatch.setattr(launcher, "BUNDLED_MODEL", linked)
-    assert launcher.check_drafter(SpeculativeConfig(method="mtp"), BUNDLED_MODEL.resolve()) == BUNDLED_DRAFTER.resolve()
+    assert served_model.check_drafter(SpeculativeConfig(method="mtp"), BUNDLED_MODEL.resolve()) == BUNDLED_DRAFTER.resolve()
 
 
 def test_a_drafter_that_is_not_there(tmp_path: Path, foreign: Path, drafter: Path) -> None:
@@ -1782,9 +1782,9 @@ def test_a_port_in_use_ends_with_a_message(state: Path, capsys: pytest.CaptureFi
 
 
 def test_check_model_is_about_the_folder(tmp_path: Path) -> None:
-    assert launcher.check_model(str(BUNDLED_MODEL)) == BUNDLED_MODEL.resolve()
+    assert served_model.check_model(str(BUNDLED_MODEL)) == BUNDLED_MODEL.resolve()
     with pytest.raises(ModelError, match="does not exist"):
-        launcher.check_model(str(tmp_path / "none"))
+        served_model.check_model(str(tmp_path / "none"))
 
 
 def test_drafts_of_answers_with_a_form() -> None:

@@ -17,7 +17,7 @@ from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder, find_method, read_eagle_spec
 from backend.errors import ModelError
 from backend.model_checks import check_model
-from deploy.launcher import check_model as check_launch
+from deploy.served_model import check_model as check_launch
 from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve, watched
 from tests.families import Case, edited, make_model, random_tokens
 from tests.steps import make_sums_late

@@ -19,7 +19,7 @@ from backend import LLM, SamplingParams
 from backend.drafter_checks import find_method
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model, find_drafter_folder
-from deploy.launcher import check_drafter as check_before_launch
+from deploy.served_model import check_drafter as check_before_launch
 from tests.drafting import check_drafts, check_tokens, watched
 from tests.drafting import serve as serve_drafter
 from tests.families import Case, edited, expected_logits, make_model, random_tokens
