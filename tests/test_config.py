@@ -36,6 +36,7 @@ from hypothesis import strategies as st
 from backend import LLM
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER, REPOSITORY, EngineConfig, ParallelConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
+from backend.request_speculation import resolve
 from backend.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
@@ -251,7 +252,7 @@ def test_methods_have_one_name_and_many_spellings(given_name: str | None, expect
     assert SpeculativeConfig.from_dict({"method": given_name}).method == expected
     methods = {"method": "none", "request_methods": [given_name] if given_name else []}
     assert SpeculativeConfig.from_dict(methods).request_methods == ((expected,) if given_name else ())
-    assert SpeculativeConfig(method="mtp", request_methods=("suffix",)).resolve({"method": given_name}).method == expected
+    assert resolve(SpeculativeConfig(method="mtp", request_methods=("suffix",)), {"method": given_name}).method == expected
 
 
 def test_unknown_methods_name_the_nearest() -> None:
@@ -667,7 +668,7 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
     ],
 )
 def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expected: tuple[str, int, str]) -> None:
-    found = config.resolve(choice)
+    found = resolve(config, choice)
     assert (found.method, found.num_speculative_tokens, found.verify_strategy) == expected
     assert found.mtp_strategy == "default"
 
@@ -702,7 +703,7 @@ HYBRID = SpeculativeConfig(method="mtp", num_speculative_tokens=6, mtp_strategy=
 )
 def test_a_request_may_choose_how_the_model_drafts(config: SpeculativeConfig, choice: object, expected: tuple[int, int, str]) -> None:
     """Drafts, those of them that the model makes, and what lengthens them."""
-    found = config.resolve(choice)
+    found = resolve(config, choice)
     assert found.method == "mtp"
     assert (found.num_speculative_tokens, found.num_model_steps, found.mtp_strategy) == expected
 
@@ -735,7 +736,7 @@ def test_a_request_may_choose_how_the_model_drafts(config: SpeculativeConfig, ch
 )
 def test_a_request_may_choose_wrongly(config: SpeculativeConfig, choice: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config.resolve(choice)
+        resolve(config, choice)
 
 
 # -- sampling parameters --------------------------------------------------------------------------------------------------------

@@ -210,6 +210,7 @@ PURE = (
     "structured_outputs",
     "config",
     "speculative_config",
+    "request_speculation",
     "disaggregation_config",
     "quantization_config",
     "speculative_names",
@@ -246,6 +247,7 @@ LEVELS = (
     (
         "config",
         "speculative_config",
+        "request_speculation",
         "disaggregation_config",
         "quantization_config",
         "model_files",
