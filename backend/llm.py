@@ -215,7 +215,7 @@ class LLM:
         prompt = self.engine.tokenizer.render_chat(messages, own={**turn, **(chat_template_kwargs or {})})
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         if sampling_params is None:  # as long as it takes
-            sampling_params = SamplingParams(**{"max_tokens": self.engine.scheduler.max_num_tokens, **self.sampling_defaults})
+            sampling_params = SamplingParams(**{"max_tokens": self.engine.scheduler.limits.max_num_tokens, **self.sampling_defaults})
             options = {"is_length_default": True, **options}
         return self.generate({"prompt_token_ids": ids}, sampling_params, **options)
 
