@@ -111,7 +111,7 @@ def is_host(value: str) -> bool:
 
 
 def is_text(value: str) -> bool:
-    """Whether Redis can have it: bytes of a command line that are no UTF-8 come as halves of surrogate pairs."""
+    """Whether Redis, or an answer, can have it: bytes of a command line that are no UTF-8 come as halves of surrogate pairs."""
     return not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 

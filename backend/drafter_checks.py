@@ -205,7 +205,8 @@ def list_drafter_weights(folder: Path) -> WeightList:
     names, values = find_weights(folder), _read_values(folder)
     hidden, vocab_size = values.integer("hidden_size", 2**17), values.integer("vocab_size", 2**22)
     hidden = values.integer("target_hidden_size", 2**17, default=hidden)
-    stated = next((place for place in (values, values.section("dflash_config")) if place.has("num_target_layers")), values)
+    places = (values, *(values.section(name) for name in ("dflash_config", "eagle_config")))
+    stated = next((place for place in places if place.has("num_target_layers")), values)
     sizes = {"hidden_size": hidden, "vocab_size": vocab_size, "num_layers": stated.integer("num_target_layers", MOST_LAYERS, default=MOST_LAYERS)}
     weights = WeightList()
     try:

@@ -160,7 +160,7 @@ class Engine:
     @property
     def room(self) -> int:
         """Requests that would be taken beside those that are open."""
-        return self.scheduler.max_batch_size + self.scheduler.max_waiting - self._open.count
+        return self.scheduler.limits.max_open - self._open.count
 
     def submit(
         self,
@@ -184,7 +184,7 @@ class Engine:
         that every template is given; truncation: of a prompt that is too long.
         Raises RequestError, ConfigError (both the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        most = self.scheduler.max_num_tokens if is_length_default else None
+        most = self.scheduler.limits.max_num_tokens if is_length_default else None
         requests = self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools, most, template_variables, truncation)
         self.submit_requests(requests, on_delta)
 
@@ -192,13 +192,13 @@ class Engine:
         """Queues the completions of one call. Raises as `submit` does."""
         params = requests[0].params
         max_tokens = 1 if requests[0].is_prefill_only else params.max_tokens
-        self.scheduler.check_fits(len(requests[0].prompt_token_ids), max_tokens, len(requests))
+        self.scheduler.limits.check_fits(len(requests[0].prompt_token_ids), max_tokens, len(requests))
         now = time.monotonic()
         with self._wake:
             self._check_healthy()
             if self._is_refusing:
                 raise EngineError("the server is shutting down: send the request to another, or again later")
-            self.scheduler.check_room(len(requests), self._open.count)
+            self.scheduler.limits.check_room(len(requests), self._open.count)
             self._open.reserve(requests)
             self._inbox.append(lambda: self._admit(requests, on_delta, now))
             self._wake.notify()

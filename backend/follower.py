@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -43,6 +44,8 @@ LOST_STATUS = 3
 PARENT_SECONDS = 0.5
 LOOK_SECONDS = 0.0005
 """Between two looks at a step under way, where plans come by a connection."""
+LISTENS_SECONDS = 1.0
+"""Between two looks whether rank 0, which is waited for, listens still."""
 MEET_SLACK_SECONDS = 5.0
 """After which the library's own time limit for meeting is known not to hold."""
 
@@ -172,7 +175,8 @@ def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple
 
 
 def reach_store(host: str, port: int, size: int) -> dist.TCPStore:
-    """What rank 0 and the others meet by. Raises ModelError: the library waits for ever for who takes a connection and says nothing."""
+    """What rank 0, which listens by now, and the others meet by. Raises ModelError: the library waits for ever for who takes a connection and says
+    nothing, and as long as for any other for one that is gone."""
     made: list[dist.TCPStore] = []
     errors: list[Exception] = []
 
@@ -184,11 +188,25 @@ def reach_store(host: str, port: int, size: int) -> dist.TCPStore:
 
     thread = threading.Thread(target=reach, name="meeting", daemon=True)
     thread.start()
-    thread.join(MEET_SECONDS + MEET_SLACK_SECONDS)
+    end = time.monotonic() + MEET_SECONDS + MEET_SLACK_SECONDS
+    while thread.is_alive() and (left := end - time.monotonic()) > 0:
+        thread.join(min(left, LISTENS_SECONDS))
+        if thread.is_alive():
+            check_listens(host, port)
     if not made:
         why = str(errors[0]).splitlines()[0] if errors else "it takes connections, and says nothing"
         raise ModelError(f"parallel_config.master {host}:{port}: no rank 0 within {MEET_SECONDS:.0f} s: {why}")
     return made[0]
+
+
+def check_listens(host: str, port: int) -> None:
+    """Raises ModelError where rank 0 has ended. It may be slow to take a connection."""
+    try:
+        socket.create_connection((host, port), LISTENS_SECONDS).close()
+    except ConnectionRefusedError:
+        raise ModelError(f"parallel_config.master {host}:{port}: rank 0 has ended before the ranks had met") from None
+    except OSError:
+        pass
 
 
 def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -> None:

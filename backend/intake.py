@@ -16,6 +16,7 @@ from backend.final_message import CONTINUE_FINAL_MESSAGE
 from backend.grammar import Grammars, Matcher
 from backend.grammar.endless import is_endless
 from backend.grammar.thinking import FORM, MAY_THINK, THINKING
+from backend.request_speculation import resolve
 from backend.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
@@ -67,7 +68,7 @@ class Intake:
         too long.
         """
         received = time.monotonic()
-        speculation = self._config.speculative_config.resolve(speculative)
+        speculation = resolve(self._config.speculative_config, speculative)
         prediction_ids = self._read_prediction(speculative)
         if truncation is None:
             token_ids, text = self._read_prompt(prompt, tools, template_variables)

@@ -24,6 +24,7 @@ from backend.model_checks import settle_quantization
 from backend.model_sources import find_model
 from backend.open_requests import DeltaSink
 from backend.other_servers.translation import translate
+from backend.request_speculation import resolve
 from backend.sampling_defaults import read_sampling_defaults
 from backend.sampling_params import SamplingParams
 
@@ -133,7 +134,7 @@ class LLM:
         if len(choices) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(choices)} choices of speculation")
         for choice in choices:
-            self.engine.config.speculative_config.resolve(choice)  # before any prompt is run
+            resolve(self.engine.config.speculative_config, choice)  # before any prompt is run
         contents = [self._content(p) for p in prompts]
         results: list[Generation] = []
         room = self.engine.config.max_batch_size + self.engine.config.max_waiting
@@ -214,7 +215,7 @@ class LLM:
         prompt = self.engine.tokenizer.render_chat(messages, own={**turn, **(chat_template_kwargs or {})})
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         if sampling_params is None:  # as long as it takes
-            sampling_params = SamplingParams(**{"max_tokens": self.engine.scheduler.max_num_tokens, **self.sampling_defaults})
+            sampling_params = SamplingParams(**{"max_tokens": self.engine.scheduler.limits.max_num_tokens, **self.sampling_defaults})
             options = {"is_length_default": True, **options}
         return self.generate({"prompt_token_ids": ids}, sampling_params, **options)
 

@@ -25,7 +25,7 @@ from backend.model_files import (
     read_config,
 )
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
-from backend.models.moe_spec import MoeSpec, settle_fused, settle_shared
+from backend.models.moe_spec import FUSED_PART, UNFUSED, MoeSpec, settle_fused, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
@@ -167,7 +167,7 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
         weights = WeightList()
         spec.list_weights(weights)
         if has_own_drafter(config):  # which is read with a method that wants it, and need not be there
-            weights.add_known(DRAFTERS[name](values))
+            weights.add_known(DRAFTERS[name](values).settle_fused(names))
         quantization = read_checkpoint_quantization(config, directory)
         if quantization is not None and quantization.has_weights:
             _check_any(Path(directory), weights, quantization)
@@ -224,10 +224,11 @@ def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec
     name, values = _find_drafter(config, directory), check_config(config, directory)
     spec = DRAFTERS[name](values)
     if has_weights:
-        weights = WeightList()
+        names = find_weights(Path(directory))
+        spec, weights = spec.settle_fused(names), WeightList()
         spec.list_weights(weights)
         if name in ARCHITECTURES:
-            weights.add_known(settle_fused(ARCHITECTURES[name](values), find_weights(Path(directory))))
+            weights.add_known(settle_fused(ARCHITECTURES[name](values), names))
         quantization = read_checkpoint_quantization(config, directory)
         check_weights(Path(directory), weights, f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}", quantization)
     else:
@@ -310,6 +311,8 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         own, extra = _expand(group, files, quantization, directory)
         groups.append(own)
         known |= own | extra
+    if fused := next((name for name in files if name not in known and FUSED_PART.search(name)), None):
+        raise ModelError(f"{directory}: weight {fused}: experts in one weight for all are not supported in quantized form: {UNFUSED}")
     if missing := [name for name in required if name not in files]:
         raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
     for own in groups:

@@ -9,7 +9,7 @@ import pickletools
 import re
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,11 @@ MODULE_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers")
 """What some files call the number of modules that predict tokens further ahead."""
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Where drafters that were published before safetensors keep their weights: a torch archive of tensors."""
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+MODELOPT_FILE = "hf_quant_config.json"
+OLD_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ wrote it, before transformers read their checkpoints."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 """Of files that hold weights that are not read: pickles, which may run what is in them, and parts without their index."""
@@ -114,6 +119,13 @@ def _merge_text(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def find_quantization_file(config: Mapping[str, Any], directory: Path) -> Path | None:
+    """What says how weights are quantized, beside a config.json that does not."""
+    if any(config.get(key) for key in QUANTIZATION_KEYS):
+        return None
+    return next((path for name in (MODELOPT_FILE, *OLD_QUANTIZATION_FILES) if is_named(path := directory / name)), None)
+
+
 def find_end_tokens(directory: Path) -> Path:
     """The file that names the end-of-text ids. Raises ModelError."""
     path = directory / GENERATION_FILE
@@ -125,9 +137,12 @@ SAMPLES, SAMPLE_BYTES = 32, 4096
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Of what a model folder holds, wherever it lies: its configuration, and samples of its weights. Raises ModelError."""
+    """Of what a model folder holds, wherever it lies: its configuration, how weights are quantized, and samples of them. Raises ModelError."""
     directory = Path(directory)
-    found = hashlib.blake2b(json.dumps(read_config(directory), sort_keys=True).encode(), digest_size=8)
+    config = read_config(directory)
+    found = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8)
+    if (quantization := find_quantization_file(config, directory)) is not None:
+        found.update(json.dumps([quantization.name, read_json(quantization)], sort_keys=True).encode())
     for path in sorted(path for path in directory.iterdir() if path.suffix == ".safetensors" or path.name in PICKLED_FILES):
         for piece in sample_bytes(path, SAMPLES, SAMPLE_BYTES):
             found.update(piece)

@@ -12,8 +12,9 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from backend.core import Batch, FinishReason, Request, Scheduled
-from backend.errors import CapacityError, RequestError
+from backend.errors import RequestError
 from backend.fetches import Fetches
+from backend.limits import Limits
 from backend.pages import PagePool
 from backend.prefix_cache import Match, PrefixCache, RequestPages
 from backend.waiting import WaitingQueue
@@ -57,13 +58,15 @@ class Scheduler:
         whole_rows: the most rows of a step with prompts, its requests that decode among them, that are worth having, of no more than so many; None:
         any number is.
         """
+        self.limits = Limits(
+            max_batch_size=max_batch_size, max_waiting=max_waiting, max_model_len=max_model_len, page_size=page_size, num_pages=num_pages
+        )
         self.pool = PagePool(num_pages, page_size)
         self.prefix_cache = PrefixCache(self.pool) if enable_prefix_caching else None
         self._pages = RequestPages(self.pool, self.prefix_cache)
         self.max_batch_size = max_batch_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.max_waiting = max_waiting
         self._num_tokens_after_step = num_tokens_after_step
         self._whole_rows = whole_rows
         self.running: list[Request] = []  # by (priority, arrival)
@@ -77,11 +80,6 @@ class Scheduler:
         """Told of each request that comes among the running, for the first time or again."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Of one request, prompt and output together, in an empty server."""
-        return min(self.max_model_len, self.pool.num_pages * self.pool.page_size)
 
     @property
     def num_waiting(self) -> int:
@@ -104,36 +102,11 @@ class Scheduler:
     def open_requests(self) -> list[Request]:
         return list(self._requests.values())
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_completions: int = 1) -> None:
-        """Raises RequestError when a request could never finish, however empty the server is."""
-        if num_completions > self.max_batch_size + self.max_waiting:
-            raise RequestError(
-                f"n is {num_completions}; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: lower n, or raise --max-waiting"
-            )
-        if num_prompt_tokens >= self.max_model_len:
-            raise RequestError(f"the prompt has {num_prompt_tokens} tokens; the context holds {self.max_model_len}, one output token included")
-        if max_tokens > self.max_model_len:
-            raise RequestError(f"max_tokens is {max_tokens}; the context holds {self.max_model_len} tokens, the prompt's among them")
-        needed = self.pool.pages_for(min(num_prompt_tokens + max_tokens, self.max_model_len))
-        if needed > self.pool.num_pages:
-            raise RequestError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} need {needed} KV pages of {self.pool.page_size} tokens; "
-                f"the server has {self.pool.num_pages}: lower max_tokens, or raise --kv-cache-memory"
-            )
-
-    def check_room(self, more: int, num_open: int) -> None:
-        """Raises CapacityError when `more` requests beside `num_open` would be too many."""
-        if num_open + more > self.max_batch_size + self.max_waiting:
-            raise CapacityError(
-                f"{num_open} requests are open; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: "
-                "retry later, or raise --max-waiting"
-            )
-
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError for an id in use, CapacityError when too many wait."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r:.100} is in use")
-        self.check_room(1, self.num_open)
+        self.limits.check_room(1, self.num_open)
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request

@@ -46,7 +46,8 @@ def _settle(schema: Any, is_lenient: bool) -> Any:
         return [_settle(item, is_lenient) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
+    schema = _read_draft_4(schema)
     if not is_lenient:
         _check_count(schema)
     for key, value in schema.items():
@@ -95,17 +96,28 @@ def _check_count(schema: dict[str, Any]) -> None:
         raise ValueError(f"minProperties {least!s:.40} cannot be enforced: beyond {most} a name may be one that was there")
 
 
+def _read_draft_4(schema: dict[str, Any]) -> dict[str, Any]:
+    """With exclusive bounds as numbers: in draft 4 they are flags that say of the bound beside them whether it is excluded."""
+    for key, bound in ((_LOWER[1], _LOWER[0]), (_UPPER[1], _UPPER[0])):
+        if isinstance(flag := schema.get(key), bool):
+            schema = {name: value for name, value in schema.items() if name != key}
+            if flag and bound in schema:
+                schema = {key if name == bound else name: value for name, value in schema.items()}
+    return schema
+
+
 def _step_off(key: str, value: Any, schema: dict[str, Any], is_lenient: bool) -> Any:
-    """Of a whole number that is excluded, with the other bound less than one away, the next that is taken: the compiler would allow it itself."""
-    beyond = [own for name in (_UPPER if key in _LOWER else _LOWER) if _is_plain(own := schema.get(name))]
-    if not _is_plain(value) or value != int(value) or not beyond or (room := min(abs(own - value) for own in beyond)) >= 1:
+    """Of a whole number that is excluded, the next that is taken: with another bound less than one away, in this schema or in what it is combined
+    with, the compiler would allow it itself."""
+    if not _is_plain(value) or value != int(value):
         return value
     step = max(_STEP, 64 * math.ulp(value))
-    if room > step:
-        return value + (step if key in _LOWER else -step)
-    if is_lenient:
-        return value
-    raise ValueError(f"{key} {value} cannot be enforced beside a bound that is no more than {step:.3g} away")
+    beyond = [own for name in (_UPPER if key in _LOWER else _LOWER) if _is_plain(own := schema.get(name))]
+    if min((abs(own - value) for own in beyond), default=1) <= min(step, 1 - _STEP):
+        if is_lenient:
+            return value
+        raise ValueError(f"{key} {value} cannot be enforced beside a bound that is no more than {step:.3g} away")
+    return value + (step if key in _LOWER else -step) if step < 1 else value  # a larger one would pass over whole numbers
 
 
 def _is_plain(value: Any) -> bool:

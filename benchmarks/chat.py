@@ -16,6 +16,7 @@ from typing import Any
 
 from backend import LLM, SamplingParams
 from backend.model_sources import find_model
+from benchmarks.models import model_folder
 from deploy.sample_models import find_sample
 
 NOTE = (
@@ -102,10 +103,10 @@ def compare(title: str, kinds: dict[str, tuple[LLM, Speculative]], questions: li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None, help="folder or GGUF file of a chat model")
+    parser.add_argument("--model", type=model_folder, help="folder or GGUF file of a chat model")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    model = str(find_model(arguments.model or find_sample("smollm2")))
+    model = str(arguments.model or find_model(find_sample("smollm2")))
 
     def load(**options: Any) -> LLM:
         # Whatever is drafted is not paced by the clock, and no answer helps the next run.

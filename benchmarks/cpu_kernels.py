@@ -22,6 +22,7 @@ from typing import Any
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
 from backend.step import program
+from benchmarks.models import model_folder
 from benchmarks.workloads import completion_requests
 from kernels._load_cpu import own_level
 
@@ -70,7 +71,7 @@ def answer(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=BUNDLED_MODEL, help="default: the bundled one")
+    parser.add_argument("--model", type=model_folder, default=BUNDLED_MODEL, help="default: the bundled one")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=128)

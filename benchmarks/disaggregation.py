@@ -33,6 +33,7 @@ import torch
 
 from backend.text import Tokenizer
 from benchmarks.gpu_step import SHAPES, write_target
+from benchmarks.models import model_folder
 from benchmarks.workloads import completion_prompts
 from client import AsyncClient
 from deploy.demo import free_ports, open_url, running_server
@@ -229,7 +230,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of load, for each turn")
     parser.add_argument("--gap", type=float, default=1.0, help="seconds between two long prompts")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
-    parser.add_argument("--model", help="default: the bundled one")
+    parser.add_argument("--model", type=model_folder, help="default: the bundled one")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of a model with random weights, in place of --model")
     parser.add_argument("--readers", type=int, default=1, help="processes that read the streams")
     parser.add_argument("--options", type=json.loads, default={}, help="of all servers, as in a configuration file: JSON")

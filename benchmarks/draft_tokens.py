@@ -21,13 +21,14 @@ import torch
 from backend import LLM
 from backend.config import BUNDLED_MODEL
 from backend.model_checks import check_model
+from benchmarks.models import model_folder
 from benchmarks.trees import Server, add_arguments, take_turns
 from training.data import Reader, choose_draft_ids
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="a folder; default: the bundled model")
+    parser.add_argument("--model", type=model_folder, default=BUNDLED_MODEL, help="a folder; default: the bundled model")
     parser.add_argument("--speculative", type=json.loads, default={"method": "mtp", "num_speculative_tokens": 3}, metavar="JSON", help="the drafter")
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 1024, 512, 256], help="tokens that may be drafted")
     parser.add_argument("--data", type=Path, nargs="+", help="texts whose tokens are counted; default: the modules of Python's library")

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from backend.config import BUNDLED_MODEL
+from backend.errors import ModelError
 from backend.text import Tokenizer
 
 ANSWERS, SEED = 8, 5
@@ -144,7 +145,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     args = parser.parse_args()
     schemas = [*kubernetes_schemas(args.schemas // 2), *openai_schemas(args.schemas - args.schemas // 2)]
-    size = Tokenizer(args.model).inner.get_vocab_size()
+    try:
+        size = Tokenizer(args.model).inner.get_vocab_size()
+    except ModelError as error:
+        parser.error(f"--model: {error}")
     sizes = sorted(len(json.dumps(schema)) for _, schema in schemas)
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     print(f"{platform.machine()}, {len(schemas)} schemas of {sizes[0]} to {sizes[-1]} characters, {size} tokens; {versions}\n")

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL, EngineConfig
-from backend.model_sources import find_model
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear, quantize
 from backend.quantization_config import ACTIVATION_ALIASES, SCHEMES
 from backend.step.worker import Worker
 from backend.text import Tokenizer
+from benchmarks.models import model_folder
 from tests.steps import Row, Steps
 from training.heldout import read_heldout
 from training.tokenizer import load_tokenizer
@@ -162,11 +162,11 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--only", choices=("logits", "speed", "acceptance", "answers"), help="one of the four parts")
-    parser.add_argument("--model", help="another model than the bundled one: its logits alone")
+    parser.add_argument("--model", type=model_folder, help="another model than the bundled one: its logits alone")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="with --model: texts that it has not seen")
     arguments = parser.parse_args()
     if arguments.model:
-        folder = find_model(arguments.model)
+        folder = arguments.model
         tokenizer = Tokenizer(folder)
         windows = [tokenizer.encode(Path(path).read_text("utf-8"))[:CONTEXT] for path in arguments.text]
         compare_logits(windows, str(folder), ("float32", "bfloat16"))

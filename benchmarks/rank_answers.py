@@ -24,6 +24,7 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.llm import Generation
 from benchmarks.gpu_step import make_prompts
+from benchmarks.models import model_folder
 from benchmarks.shared_gpus import shared_gpus
 
 
@@ -64,11 +65,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=125)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", help="default: the bundled one")
+    parser.add_argument("--model", type=model_folder, help="default: the bundled one")
     parser.add_argument("--repeat-heads", type=int, choices=(1, 2, 4, 8), default=1, help="each of the bundled model's, at that share of its weight")
     arguments = parser.parse_args()
     if arguments.repeat_heads == 1:
-        compare(arguments, arguments.model)
+        compare(arguments, str(arguments.model or BUNDLED_MODEL))
         return
     if arguments.model:
         parser.error("--repeat-heads is of the bundled model: leave --model out")
@@ -76,8 +77,8 @@ def main() -> None:
         compare(arguments, str(repeat_heads(arguments.repeat_heads, Path(folder))))
 
 
-def compare(arguments: argparse.Namespace, model: str | None) -> None:
-    """Prints a line for each number of ranks. model: None: the bundled one."""
+def compare(arguments: argparse.Namespace, model: str) -> None:
+    """Prints a line for each number of ranks."""
     params = SamplingParams(max_tokens=arguments.outputs, temperature=0.0, ignore_eos=True, logprobs=2)
     where = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else f"CPU, {os.cpu_count()} cores"
     print(f"{where}, {arguments.dtype}; {arguments.answers} prompts of {arguments.prompt} tokens, {arguments.outputs} out\n")
@@ -87,7 +88,7 @@ def compare(arguments: argparse.Namespace, model: str | None) -> None:
     for size in arguments.ranks:
         with shared_gpus(arguments.device, size):
             llm = LLM(
-                **({"model": model} if model else {}),
+                model,
                 device=arguments.device,
                 dtype=arguments.dtype,
                 speculative_config={"method": "none"},

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from backend import LLM, SamplingParams
+from benchmarks.models import model_folder
 from benchmarks.workloads import completion_prompts
 
 MAX_CHAIN = 16
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder; default: the bundled model")
+    parser.add_argument("--model", type=model_folder, help="a folder; default: the bundled model")
     parser.add_argument("--speculative", type=json.loads, default={"method": "mtp"}, metavar="JSON", help="the drafter")
     parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16], help="drafts that a step verifies")
     parser.add_argument("--depth", type=int, default=6, help="of trees")
@@ -102,7 +103,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     servers = servers_of(args.speculative, args.budgets, args.depth, args.top_k)
-    options = {"device": args.device, "enable_prefix_caching": False, **({"model": args.model} if args.model else {})}
+    options = {"device": args.device, "enable_prefix_caching": False, **({"model": str(args.model)} if args.model else {})}
     for server in servers:
         server.llm = LLM(speculative_config=server.speculative, kv_cache_memory="256MiB", max_batch_size=args.batch, **options)
     take_turns(servers, args)

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import hashlib
 import importlib.util
 import logging
 import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig, is_bundled
-from backend.drafter_checks import check_drafter_folder, check_drafter_rounding, check_num_drafts, settle_method
+from backend.config import BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, is_bundled
+from backend.drafter_checks import settle_method
 from backend.errors import ConfigError, ModelError
-from backend.model_files import expand_user, find_pickled, name_others, name_tokenizers, read_config, settle_path
-from backend.model_sources import MOVED, Source, check_ascii, find_model
+from backend.model_files import expand_user, read_config
+from backend.model_sources import Source
 from backend.other_servers.translation import Translation
-from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
-from backend.speculative_config import SpeculativeConfig
-from backend.tokenizer_checks import check_tokenizer
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.gpu import check_gpu
-from deploy.named_files import check_own_files, check_password, find_corpus, find_token_map
+from deploy.named_files import check_own_files, check_password
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
+from deploy.served_model import check_model, convert_apart, find_named_drafter, model_parameters
 from deploy.server import (
     COMPLETE_OPTION,
     INPUT_LIMIT_OPTION,
     LaunchError,
     Server,
+    check_port_numbers,
     check_ports,
     check_server_path,
     check_shared_memory,
@@ -52,7 +47,7 @@ from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
-from deploy.together import FORETOKEN, end_with_parent, run_together
+from deploy.together import FORETOKEN, run_together
 
 RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,logging"
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
@@ -60,45 +55,6 @@ the memory of the models' processes."""
 SHARED_BYTES = 8 * 2**20
 """Of shared memory that each model's process begins with, and grows by: both processes map it anew each time. Release 24.10 begins with 1 MiB, which
 a dozen long prompts fill."""
-
-
-def check_model(
-    name: str,
-    max_model_len: int | None = None,
-    load_format: str = "safetensors",
-    source: Source | None = None,
-    parallel: ParallelConfig | None = None,
-    unknown_tokens: str = "error",
-) -> Path:
-    """The model's folder, absolute, which a GGUF file or a name on the hub is brought to first.
-
-    Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
-    if not name.strip():  # of a shell's variable that is not set
-        raise ModelError("the model's name is empty: name a folder, a GGUF file, or a name on the hub (ORG/NAME)")
-    folder = find_model(name, source)
-    check_ascii("model folder", folder, MOVED)
-    values = model_checks.read_model_config(folder)
-    model_checks.find_architecture(values, folder)  # before what a folder of another kind lacks
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder / 'tokenizer.json'} is missing{name_tokenizers(folder)}")
-    has_weights = load_format != "dummy"
-    if has_weights and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} has no *.safetensors{name_others(folder)}")
-    spec = model_checks.check_model(folder, has_weights=has_weights)
-    if parallel is not None:
-        model_checks.check_split(spec, parallel.tensor_parallel_size, is_expert_parallel=parallel.expert_parallel)
-    model_checks.check_max_model_len(max_model_len, spec.max_model_len)
-    check_tokenizer(folder, spec, unknown_tokens)
-    return folder
-
-
-def convert_apart(path: Path, out: Path) -> None:
-    """`foretoken convert`, as a process of its own: this one stays without torch. Raises ModelError; what was wrong has been said.
-
-    It ends with this process, which has the folder's lock: the next one would write to the same folder beside it."""
-    command = [*FORETOKEN, "convert", str(path), str(out)]
-    if subprocess.run(command, preexec_fn=end_with_parent(signal.SIGKILL)).returncode:
-        raise ModelError(f"{path} could not be converted")
 
 
 def server_command(server: Server, config: ServeConfig, repository: Path, key: str) -> tuple[list[str], dict[str, str]]:
@@ -149,73 +105,6 @@ def check_nodes(engine: EngineConfig) -> None:
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 
 
-def find_named_drafter(name: str, load_format: str, download_dir: str | None) -> Path:
-    """Raises ModelError, which says that it is of the drafter."""
-    source = Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
-    try:
-        return find_model(name, source)
-    except ModelError as error:
-        raise ModelError(f"speculative_config.model: {error}") from None
-
-
-def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors", download_dir: str | None = None) -> Path | None:
-    """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
-    method = config.model_method
-    if not config.has_weights:
-        return None
-    asked = str(find_named_drafter(config.model, load_format, download_dir)) if config.model else None
-    found = model_checks.find_drafter_folder(asked, model)
-    if found is None and not is_bundled(model):
-        raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")
-    folder = settle_path(found or BUNDLED_DRAFTER)
-    read_config(folder)
-    check_ascii("drafter folder", folder, MOVED)
-    has_weights = load_format != "dummy"
-    if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
-        raise ModelError(f"{folder} has no *.safetensors")
-    has_other = config.draft_vocabulary == "shared"
-    most = check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting, has_other_tokens=has_other)
-    check_num_drafts(config, folder, most)
-    module = model_checks.check_drafter(folder) if method == "mtp" and has_weights else None
-    model_checks.check_rounding(read_config(folder), folder, config.rounding, module)
-    check_drafter_rounding(method, folder, config.rounding)
-    return folder
-
-
-def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) -> dict[str, dict[str, Any]]:
-    """What goes into each model's config.pbtxt. Raises ConfigError, ModelError."""
-    decode = {k: v for k, v in values.items() if k not in SERVE_KEYS} | {"model": str(model)}
-    is_prefill = engine.disaggregation.role == "prefill"
-    parameters = {"prefill": decode} if is_prefill else {"decode": decode, "tokenizer": {"model": str(model)}}
-    if engine.parallel_config.node_rank:
-        parameters = {"decode": decode}
-    config = engine.speculative_config
-    drafter = check_drafter(config, model, engine.load_format, values.get("download_dir"))
-    speculative = dict(values.get("speculative_config") or {})
-    if drafter is not None:
-        speculative["model"] = str(drafter)
-        if config.placement == "bls":
-            own: dict[str, Any] = {"model": str(drafter), "target": str(model), "num_model_steps": config.num_model_steps}
-            for key, value in (("quantization", config.quantization), ("target_quantization", engine.quantization)):
-                own[key] = dataclasses.asdict(value) if isinstance(value, QuantizationConfig) else value
-            shared = {k: decode[k] for k in ("dtype", "device", "num_threads", "single_thread_tokens", "cpu_kernels") if k in decode}
-            parameters["mtp_drafter"] = {k: v for k, v in own.items() if v is not None} | shared
-    if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
-        name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
-        speculative["suffix_decoding_cache_path"] = str(server_state() / f"suffix-{name}.npz")
-    elif config.suffix_decoding_cache_path is not None:
-        check_ascii("speculative_config.suffix_decoding_cache_path", Path(config.suffix_decoding_cache_path), "name another")
-    if config.suffix_decoding_corpus:
-        speculative["suffix_decoding_corpus"] = find_corpus(config.suffix_decoding_corpus)
-    if config.draft_token_map is not None:
-        speculative["draft_token_map"] = find_token_map(config.draft_token_map, model_checks.read_model_config(model)["vocab_size"])
-        if "mtp_drafter" in parameters:
-            parameters["mtp_drafter"]["draft_token_map"] = speculative["draft_token_map"]
-    if speculative:
-        decode["speculative_config"] = speculative
-    return parameters
-
-
 def find_source(engine: EngineConfig) -> Path:
     """The checked-in repository that a server's own is rendered from."""
     if engine.parallel_config.node_rank:
@@ -248,7 +137,8 @@ def serve(args: argparse.Namespace) -> int:
         command = read_command(args)
         config = ServeConfig.from_dict({key: value for key, value in command.values.items() if key in SERVE_KEYS})
         check_own_files(config)
-    except ConfigError as error:
+        check_port_numbers(named_ports(config, command.values))
+    except (ConfigError, LaunchError) as error:
         return refuse(command.explain(error))
     if config.port and (why := why_no_clients(command.values)):
         command.notes.append(f"port {config.port} has no effect: {why}")
@@ -270,6 +160,18 @@ DEFAULT_NAME = "foretoken"
 INNER_PORTS = ("http_port", "grpc_port", "metrics_port", "status_port")
 
 
+def inner_ports(config: ServeConfig) -> dict[str, int]:
+    """The server's own, by their keys."""
+    return {key: getattr(config, key) for key in INNER_PORTS if key != "status_port" or (config.supervise and config.status_port)}
+
+
+def named_ports(config: ServeConfig, values: dict[str, Any]) -> dict[str, int]:
+    """Those that are known before anything runs: beside a gateway the server's own are free ones where they are not named."""
+    if not config.port or why_no_clients(values):
+        return inner_ports(config)
+    return {"port": config.port} | {key: port for key, port in inner_ports(config).items() if key in values}
+
+
 def served_names(config: ServeConfig, values: dict[str, Any]) -> list[str]:
     """What clients call the model: as vLLM's and SGLang's users do, by what the command calls it, unless the command says."""
     names = config.served_model_name or dict.fromkeys([str(values.get("model") or DEFAULT_NAME), DEFAULT_NAME])
@@ -285,9 +187,6 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     try:
         check_ports({"port": config.port}, host)
         check_ports(named, ServeConfig.host)
-        for key, port in named.items():
-            if port == config.port:
-                raise LaunchError(f"port and {key} are both {port}")
     except LaunchError as error:
         return refuse(str(error))
     server = [*FORETOKEN, "serve", *args.argv, "--without-gateway", f"--host={ServeConfig.host}"]
@@ -350,8 +249,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         with writing(target):
             put_password(values, target, password)
         if not args.dry_run:
-            names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
-            check_ports({k: getattr(config, k) for k in names}, config.host)
+            check_ports(inner_ports(config), config.host)
             check_shared_memory()
         remove_regions(target)
         parameters = model_parameters(values, engine, model)

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from backend.config import EngineConfig, parse_bytes
+from backend.disaggregation_config import is_text
 from backend.errors import ConfigError
 from backend.other_servers.translation import Translation, translate
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
@@ -111,6 +112,8 @@ class ServeConfig(Section):
         names = (self.served_model_name,) if isinstance(self.served_model_name, str) else self.served_model_name or ()
         if not all(name.strip() for name in names):
             raise ConfigError(f"served_model_name must be a name, or names, that have characters, got {self.served_model_name!r:.80}")
+        if unwritable := [name for name in names if not is_text(name)]:
+            raise ConfigError(f"served_model_name must be UTF-8, which answers are written in, got {unwritable[0]!r:.80}")
         for field in dataclasses.fields(self):
             if field.name in GATEWAY_KEYS and not self.port and getattr(self, field.name) != field.default:
                 raise ConfigError(f"{field.name} is an option of OpenAI's interface, which runs with port: add --port 8080")

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -216,19 +216,25 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def check_ports(ports: dict[str, int], host: str) -> None:
-    """Raises LaunchError when a port is out of range, named twice, or in use on the address that the server will listen on."""
-    try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise LaunchError(f"host {host!r:.80} is no address of this machine: {error.strerror}") from None
+def check_port_numbers(ports: Mapping[str, int]) -> None:
+    """Raises LaunchError when a port is out of range or named twice."""
     taken: dict[int, str] = {}
     for key, port in ports.items():
         if not 1 <= port <= 65535:
             raise LaunchError(f"{key} is {port}; ports go from 1 to 65535")
         if port in taken:
-            raise LaunchError(f"{key} and {taken[port]} are both {port}")
+            raise LaunchError(f"{taken[port]} and {key} are both {port}")
         taken[port] = key
+
+
+def check_ports(ports: Mapping[str, int], host: str) -> None:
+    """Raises LaunchError when a port is one that cannot be, or in use on the address that the server will listen on."""
+    check_port_numbers(ports)
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise LaunchError(f"host {host!r:.80} is no address of this machine: {error.strerror}") from None
+    for key, port in ports.items():
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -16,8 +16,8 @@ from training.data import choose_mask_token
 from training.drafters import KINDS, Options
 from training.drafters.dflash import see_blocks, spread_taps
 from training.objective import Objective
+from training.run import Run
 from training.target import Target
-from training.trainer import Run
 
 
 def test_which_rows_of_a_block_see_what() -> None:

@@ -484,6 +484,37 @@ def test_ports_beside_the_gateway_are_looked_at_before_it_starts(words: list[str
     assert message.format(**ports) in told.err and not told.out
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--http-port", "9100", "--grpc-port", "9100"], "http_port and grpc_port are both 9100"),
+        (["--metrics-port", "8003"], "metrics_port and status_port are both 8003"),
+        (["--port", "9100", "--http-port", "9100"], "port and http_port are both 9100"),
+        (["--port", "9100", "--http-port", "9101", "--grpc-port", "9101"], "http_port and grpc_port are both 9101"),
+        (["--grpc-port", "70000"], "grpc_port is 70000; ports go from 1 to 65535"),
+    ],
+)
+def test_ports_that_cannot_be_are_known_before_anything_starts(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", *words]) == 2
+    assert f"foretoken serve: {message}" in capsys.readouterr().err
+
+
+def test_ports_that_are_not_listened_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a gateway free ones are taken where none are named; without supervision nobody has a status."""
+    for words in (["--port", "8000"], ["--no-supervise", "--metrics-port", "8003"], ["--status-port", "0", "--port", "8001"]):
+        assert main(["serve", "--dry-run", f"--repository={tmp_path / 'rendered'}", *words]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve", "--dry-run", "--port=9100"], ["gateway"]], ids=["serve", "gateway"])
+def test_a_model_s_name_is_one_that_answers_can_have(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes of a command line that are no UTF-8: each list of models, and each answer, failed."""
+    try:
+        assert main([*command, "--served-model-name", "a", "b\udcff"]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    assert r"must be UTF-8, which answers are written in, got 'b\udcff'" in capsys.readouterr().err
+
+
 def test_ranks_meet_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Known before anything is started: the other host was waited for before the server failed to listen."""
     words = ["serve", "--dry-run", "-tp", "2", "--nnodes", "2"]

@@ -36,11 +36,12 @@ from hypothesis import strategies as st
 from backend import LLM
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER, REPOSITORY, EngineConfig, ParallelConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
+from backend.request_speculation import resolve
 from backend.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
 from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs
-from deploy import launcher, options, rendering, server
+from deploy import launcher, options, rendering, served_model, server
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.cli import main, make_parser
 from deploy.server import LaunchError, free_ports
@@ -251,7 +252,7 @@ def test_methods_have_one_name_and_many_spellings(given_name: str | None, expect
     assert SpeculativeConfig.from_dict({"method": given_name}).method == expected
     methods = {"method": "none", "request_methods": [given_name] if given_name else []}
     assert SpeculativeConfig.from_dict(methods).request_methods == ((expected,) if given_name else ())
-    assert SpeculativeConfig(method="mtp", request_methods=("suffix",)).resolve({"method": given_name}).method == expected
+    assert resolve(SpeculativeConfig(method="mtp", request_methods=("suffix",)), {"method": given_name}).method == expected
 
 
 def test_unknown_methods_name_the_nearest() -> None:
@@ -667,7 +668,7 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
     ],
 )
 def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expected: tuple[str, int, str]) -> None:
-    found = config.resolve(choice)
+    found = resolve(config, choice)
     assert (found.method, found.num_speculative_tokens, found.verify_strategy) == expected
     assert found.mtp_strategy == "default"
 
@@ -702,7 +703,7 @@ HYBRID = SpeculativeConfig(method="mtp", num_speculative_tokens=6, mtp_strategy=
 )
 def test_a_request_may_choose_how_the_model_drafts(config: SpeculativeConfig, choice: object, expected: tuple[int, int, str]) -> None:
     """Drafts, those of them that the model makes, and what lengthens them."""
-    found = config.resolve(choice)
+    found = resolve(config, choice)
     assert found.method == "mtp"
     assert (found.num_speculative_tokens, found.num_model_steps, found.mtp_strategy) == expected
 
@@ -735,7 +736,7 @@ def test_a_request_may_choose_how_the_model_drafts(config: SpeculativeConfig, ch
 )
 def test_a_request_may_choose_wrongly(config: SpeculativeConfig, choice: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config.resolve(choice)
+        resolve(config, choice)
 
 
 # -- sampling parameters --------------------------------------------------------------------------------------------------------
@@ -1139,7 +1140,7 @@ def test_a_repository_that_holds_weights_survives(tmp_path: Path, model: str) ->
 
 def told(values: dict[str, Any], model: Path = BUNDLED_MODEL) -> dict[str, dict[str, Any]]:
     """The models' parameters, as `serve` makes them."""
-    return launcher.model_parameters(values, options.split_keys(values)[1], model.resolve())
+    return served_model.model_parameters(values, options.split_keys(values)[1], model.resolve())
 
 
 @pytest.fixture
@@ -1187,7 +1188,7 @@ def test_the_bundled_model_is_known_by_any_path(tmp_path: Path, monkeypatch: pyt
     linked = tmp_path / "link" / "decode" / "1"
     assert launcher.is_bundled(linked) and launcher.is_bundled(BUNDLED_MODEL) and not launcher.is_bundled(tmp_path)
     monkeypatch.setattr(launcher, "BUNDLED_MODEL", linked)
-    assert launcher.check_drafter(SpeculativeConfig(method="mtp"), BUNDLED_MODEL.resolve()) == BUNDLED_DRAFTER.resolve()
+    assert served_model.check_drafter(SpeculativeConfig(method="mtp"), BUNDLED_MODEL.resolve()) == BUNDLED_DRAFTER.resolve()
 
 
 def test_a_drafter_that_is_not_there(tmp_path: Path, foreign: Path, drafter: Path) -> None:
@@ -1482,7 +1483,7 @@ def test_ports_in_use_and_named_twice(held: str, wanted: str) -> None:
         with pytest.raises(LaunchError, match=f"http_port {port} cannot be used on {wanted}: Address already in use"):
             server.check_ports({"http_port": port}, wanted)
     server.check_ports({"http_port": port}, wanted)
-    with pytest.raises(LaunchError, match=f"metrics_port and http_port are both {port}"):
+    with pytest.raises(LaunchError, match=f"http_port and metrics_port are both {port}"):
         server.check_ports({"http_port": port, "metrics_port": port}, wanted)
 
 
@@ -1782,9 +1783,9 @@ def test_a_port_in_use_ends_with_a_message(state: Path, capsys: pytest.CaptureFi
 
 
 def test_check_model_is_about_the_folder(tmp_path: Path) -> None:
-    assert launcher.check_model(str(BUNDLED_MODEL)) == BUNDLED_MODEL.resolve()
+    assert served_model.check_model(str(BUNDLED_MODEL)) == BUNDLED_MODEL.resolve()
     with pytest.raises(ModelError, match="does not exist"):
-        launcher.check_model(str(tmp_path / "none"))
+        served_model.check_model(str(tmp_path / "none"))
 
 
 def test_drafts_of_answers_with_a_form() -> None:

@@ -152,15 +152,27 @@ class TestCompose:
         check_command(services["prefill"]["command"])
 
     @pytest.mark.parametrize("count", ["1", "4"])
-    def test_every_rank_has_a_gpu(self, count):
-        """As many as GPUS says, one without it, and more shared memory than on CPU."""
+    @pytest.mark.parametrize("name", ["server", "prefill"])
+    def test_every_rank_has_a_gpu(self, name, count):
+        """As many as GPUS says, one without it, for each of both, and more shared memory than on CPU."""
         text = (ROOT / "deploy/compose.gpu.yaml").read_text()
-        assert "${GPUS:-1}" in text and text.count("GPUS") == 3
-        server = yaml.safe_load(text.replace("${GPUS:-1}", count))["services"]["server"]
-        (device,) = server["deploy"]["resources"]["reservations"]["devices"]
-        assert device == {"driver": "nvidia", "count": int(count), "capabilities": ["gpu"]} and server["shm_size"] == "4gb"
-        check_command(server["command"])
-        assert server["command"][server["command"].index("--tensor-parallel-size") + 1] == count
+        assert text.count("${GPUS:-1}") == 4 and len(re.findall(r"\bGPUS\b", text)) == 5
+        services = yaml.safe_load(text.replace("${GPUS:-1}", count))["services"]
+        own, command = services[name], services[name]["command"]
+        (device,) = own["deploy"]["resources"]["reservations"]["devices"]
+        found = int(count) if name == "server" else "all"
+        assert device == {"driver": "nvidia", "count": found, "capabilities": ["gpu"]} and own["shm_size"] == "4gb"
+        assert command[command.index("--tensor-parallel-size") + 1] == count
+        if name == "prefill":
+            assert command[command.index("--device") + 1] == f"cuda:{count}", "the first ones are the server's"
+        check_command(["decode" if word == "${ROLE:-mixed}" else word for word in command])
+
+    def test_the_overlay_keeps_what_the_commands_say(self, services):
+        """Compose puts an overlay's command in the place of the other."""
+        gpu = yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())["services"]
+        for name in ("server", "prefill"):
+            own = services[name]["command"]
+            assert gpu[name]["command"][: len(own)] == own
 
     def test_variables_are_put_in_by_every_compose(self):
         """Older ones ended a default at its first brace: what was given instead had the second one behind it."""

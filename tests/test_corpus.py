@@ -13,7 +13,7 @@ from backend.config import EngineConfig
 from backend.drafters import corpus
 from backend.drafters.corpus import encode_corpus, read_corpus
 from backend.errors import ConfigError
-from deploy.launcher import model_parameters
+from deploy.served_model import model_parameters
 from tests.families import Case, make_model, random_tokens
 from tests.test_suffix import settle
 

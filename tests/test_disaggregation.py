@@ -422,7 +422,7 @@ def test_bad_records_in_redis_end_nothing(cluster: Cluster, llm_all: LLM) -> Non
             cluster.redis.client.xadd(node.key(stream, owner.nodes.node.node_id), fields)
     (prompt,) = prompts_of(llm_all, 1, seed=67)
     assert here.generate([prompt], greedy(6)) == expect(llm_all, [prompt], greedy(6)) and here.num_fetched == 1
-    assert there.prefill.results["refused"] == 1
+    assert there.prefill.held.results["refused"] == 1
     for one in (here, there):
         one.check_idle()
 
@@ -655,8 +655,8 @@ def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
     assert not here.fallbacks and here.num_fetched >= 6 * len(asked)
     for one in (here, *nodes):
         one.check_idle()
-    assert all(one.prefill.results["done"] > 2 for one in nodes), "work is shared out"
-    assert sum(one.prefill.results["done"] for one in nodes) == here.num_fetched
+    assert all(one.prefill.held.results["done"] > 2 for one in nodes), "work is shared out"
+    assert sum(one.prefill.held.results["done"] for one in nodes) == here.num_fetched
     assert here.nodes.fetcher is not None and here.nodes.fetcher.reads.num_bytes > 0
 
 
@@ -682,9 +682,9 @@ def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) ->
     ids = prompt["prompt_token_ids"]
     for number in range(4):
         here.generate([{"prompt_token_ids": [*ids, *range(10 + number, 90)]}], greedy(4))
-    done = sorted(one.prefill.results["done"] for one in nodes)
+    done = sorted(one.prefill.held.results["done"] for one in nodes)
     assert done == [0, 0, 4]
-    (chosen,) = (one for one in nodes if one.prefill.results["done"])
+    (chosen,) = (one for one in nodes if one.prefill.held.results["done"])
     assert chosen.llm.engine.scheduler.num_cached_tokens > 3 * (len(ids) - 16)
     cached = cluster.make("decode")
     cluster.see(cached, *nodes)
@@ -992,8 +992,8 @@ def test_jobs_of_a_dead_node_that_nobody_waits_for(cluster: Cluster, llm_all: LL
     assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(2))
     assert here.fallbacks == {"node_lost": 8}
     second = cluster.make("prefill", engine={"max_num_batched_tokens": 2048})  # a step for each prompt: of no pages it tells before the last ones
-    wait_for(lambda: sum(second.prefill.results.values()) == 8, "the jobs' ends")
-    assert second.prefill.results["stopped"] >= 4, second.prefill.results
+    wait_for(lambda: sum(second.prefill.held.results.values()) == 8, "the jobs' ends")
+    assert second.prefill.held.results["stopped"] >= 4, second.prefill.held.results
     for one in (here, second):
         one.check_idle()
 
@@ -1010,8 +1010,8 @@ def test_a_dead_node_leaves_jobs_to_those_that_can_do_them(cluster: Cluster, llm
     for fields in [write_job(job), newer] * 9 + [own]:
         client.xadd(node.key("jobs", "dead 2"), fields)  # type: ignore[arg-type]
     client.sadd(node.key("nodes"), "dead 1", "dead 2")
-    wait_for(lambda: there.prefill.results, "the job that can be done")
-    assert there.prefill.results == {"refused": 1}, "it was looked at, and has a token that is none"
+    wait_for(lambda: there.prefill.held.results, "the job that can be done")
+    assert there.prefill.held.results == {"refused": 1}, "it was looked at, and has a token that is none"
     assert client.xlen(node.key("jobs", "dead 2")) == 18
     wait_for(lambda: node.state.dead == ["dead 2"] and not client.exists(node.key("jobs", "dead 1")), "what is no stream is removed")
     (prompt,) = prompts_of(llm_all, 1, seed=81)
@@ -1116,7 +1116,7 @@ def test_a_job_that_takes_too_long(cluster: Cluster, llm_all: LLM) -> None:
     there.take_no_jobs()
     check_alone(here, llm_all, "timeout", 63)
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
-    wait_for(lambda: there.prefill.results["stopped"] == 3, "late jobs are not computed")
+    wait_for(lambda: there.prefill.held.results["stopped"] == 3, "late jobs are not computed")
     there.check_idle()
 
 
@@ -1169,7 +1169,7 @@ def test_nobody_waits_for_anothers_grammar(cluster: Cluster, llm_all: LLM) -> No
     assert there.nodes.num_jobs == 2, "a node that leaves sees them through"
     is_done.set()
     assert answer.wait() == expect(llm_all, prompts[1:2], formed)
-    assert here.num_fetched == 3 and not here.fallbacks and there.prefill.results == {"done": 3, "stopped": 1}
+    assert here.num_fetched == 3 and not here.fallbacks and there.prefill.held.results == {"done": 3, "stopped": 1}
     for one in (here, there):
         one.check_idle()
 
@@ -1186,7 +1186,7 @@ def test_a_job_that_waited_too_long_is_told(cluster: Cluster, llm_all: LLM) -> N
     time.sleep(0.2)
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
     assert answer.wait() == expect(llm_all, [prompt], greedy(4))
-    assert here.fallbacks == {"timeout": 1} and there.prefill.results == {"late": 1}
+    assert here.fallbacks == {"timeout": 1} and there.prefill.held.results == {"late": 1}
     for one in (here, there):
         one.check_idle()
 
@@ -1227,7 +1227,7 @@ def test_an_answer_with_jobs_that_is_lost(cluster: Cluster, llm_all: LLM, monkey
 
     def lose(*values: Any, **options: Any) -> Any:
         found = read(*values, **options)
-        if found and len(there.prefill._open) == 1 and not lost:
+        if found and len(there.prefill.held.jobs) == 1 and not lost:
             lost.append(found)
             raise RedisConnectionError("a fault of this test's")
         return found
@@ -1235,10 +1235,10 @@ def test_an_answer_with_jobs_that_is_lost(cluster: Cluster, llm_all: LLM, monkey
     monkeypatch.setattr(client, "xreadgroup", lose)
     prompts = prompts_of(llm_all, 2, seed=85, lengths=(1500, 1600))
     first = here.submit(prompts[0], greedy(4))
-    wait_for(lambda: there.prefill._open, "the first job")
+    wait_for(lambda: there.prefill.held.jobs, "the first job")
     second = here.submit(prompts[1], greedy(4))
     assert first.wait() + second.wait() == expect(llm_all, prompts, greedy(4))
-    assert lost and here.num_fetched == 2 and not here.fallbacks and there.prefill.results == {"done": 2}
+    assert lost and here.num_fetched == 2 and not here.fallbacks and there.prefill.held.results == {"done": 2}
     for one in (here, there):
         one.check_idle()
 
@@ -1247,7 +1247,7 @@ def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     """Redis was full for a moment, or a connection broke: what comes after it is not taken for what it was."""
     there, here = cluster.make("prefill", engine=SMALL_STEPS), cluster.make("decode", job_seconds=3600)
     cluster.see(here, there)
-    tell, lost = there.prefill._tell, []
+    tell, lost = there.prefill.held.tell, []
 
     def tell_later(own: Any, kind: str, **values: Any) -> None:
         if kind == "pages" and not lost:
@@ -1255,7 +1255,7 @@ def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
         else:
             tell(own, kind, **values)
 
-    there.prefill._tell = tell_later
+    there.prefill.held.tell = tell_later
     prompts = prompts_of(llm_all, 2, seed=83)
     for prompt in prompts:
         assert here.generate([prompt], greedy(4)) == expect(llm_all, [prompt], greedy(4))
@@ -1350,13 +1350,13 @@ def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job
     assert here.llm.engine.scheduler.pool.num_held > 0, "what may still be written to is nobody else's"
     if reason == "transfer":
         assert here.generate(prompts[1:], SAMPLED) == expect(llm_all, prompts[1:], SAMPLED)
-        assert here.fallbacks == {reason: 2} and sum(there.prefill.results.values()) == 1
+        assert here.fallbacks == {reason: 2} and sum(there.prefill.held.results.values()) == 1
     else:
-        wait_for(lambda: there.prefill.num_expired_leases == 1, "the lease's end")
+        wait_for(lambda: there.prefill.held.num_expired_leases == 1, "the lease's end")
     del transfer.is_done  # the reads go on, and are served until they end
     for one in (here, there):
         one.check_idle()
-    wait_for(lambda: not there.prefill._late, "the end of all reads")
+    wait_for(lambda: not there.prefill.held._late, "the end of all reads")
     here.generate([{"prompt_token_ids": prompts[1]["prompt_token_ids"][::-1]}], SAMPLED)
     assert here.num_fetched == 1, "the network is mended"
 
@@ -1393,7 +1393,7 @@ def test_two_nodes_of_one_name(cluster: Cluster, llm_all: LLM) -> None:
     cluster.see(here, *nodes)
     prompts = prompts_of(llm_all, 4, seed=76)
     assert here.generate(prompts, SAMPLED) == expect(llm_all, prompts, SAMPLED)
-    assert here.num_fetched == 4 and all(one.prefill.results["done"] for one in nodes)
+    assert here.num_fetched == 4 and all(one.prefill.held.results["done"] for one in nodes)
 
 
 def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:
@@ -1404,16 +1404,16 @@ def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:
     here.nodes.fetcher._take_message = lambda message: None  # type: ignore[method-assign]
     here.nodes.fetcher._tell_stop = lambda node_id, job_id: None  # type: ignore[method-assign]
     answers = [here.submit(prompt, greedy(4)) for prompt in prompts_of(llm_all, 3, seed=64)]
-    wait_for(lambda: there.prefill.results["done"] == 3)
+    wait_for(lambda: there.prefill.held.results["done"] == 3)
     assert there.llm.engine.scheduler.pool.num_held > 0
     is_seen = threading.Event()
     there.llm.engine.call(lambda: is_seen.wait(WAIT_SECONDS))  # a long step
-    wait_for(lambda: time.monotonic() > max(own.end for own in there.prefill._open.values()), "the time of the leases")
+    wait_for(lambda: time.monotonic() > max(own.end for own in there.prefill.held.jobs.values()), "the time of the leases")
     for _ in range(2):
         there.prefill.on_heartbeat()
     is_seen.set()
-    wait_for(lambda: not there.prefill._open, "leases end")
-    assert there.prefill.num_expired_leases == 3
+    wait_for(lambda: not there.prefill.held.jobs, "leases end")
+    assert there.prefill.held.num_expired_leases == 3
     there.check_idle()
     for answer in answers:
         here.llm.engine.cancel(answer.request_id)

@@ -23,7 +23,7 @@ from backend.models.heads import load_heads
 from backend.models.writing import _describe, _tensors_of
 from backend.quantization import quantize
 from backend.speculative_config import SpeculativeConfig
-from deploy import launcher
+from deploy import served_model
 from tests.drafting import NUM_DRAFTS, check_drafts, check_static, check_tokens, check_tree_tokens, serve
 from tests.families import Case, assert_close, edited, load, make_model
 
@@ -305,7 +305,7 @@ def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> Non
     read = next(kind for kind in KINDS if kind.method == "medusa" and not kind.file.endswith(".pt"))
     make(read, tmp_path / "read", target[0])
     with pytest.raises(ConfigError, match="makes 4 drafts a step at most"):  # before a server is started
-        launcher.check_drafter(SpeculativeConfig(method="medusa", model=str(tmp_path / "read"), num_speculative_tokens=5), target[1])
+        served_model.check_drafter(SpeculativeConfig(method="medusa", model=str(tmp_path / "read"), num_speculative_tokens=5), target[1])
     for other in ("auto", "suffix"):  # of which nobody said how many are the heads'
         llm = serve(target[1], method=other, request_methods=["medusa"], model=str(tmp_path / "drafter"), num_speculative_tokens=None)
         assert llm.generate("a", SamplingParams(max_tokens=12, temperature=0.0), speculative={"method": "medusa"})[0].outputs[0].stats.drafted
@@ -313,7 +313,7 @@ def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"num_model_steps is 6; the drafter in .* makes 4 drafts a step at most$"):
         serve(target[1], method="auto", request_methods=["medusa"], model=str(tmp_path / "drafter"), num_speculative_tokens=8, num_model_steps=6)
     asked = SpeculativeConfig(method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=4)
-    assert launcher.check_drafter(asked, target[1]) == tmp_path / "drafter", "two heads by its config.json, four in the archive"
+    assert served_model.check_drafter(asked, target[1]) == tmp_path / "drafter", "two heads by its config.json, four in the archive"
     llm = serve(target[1], method="medusa", model=str(tmp_path / "drafter"))
     (result,) = llm.generate(["x"], speculative={"num_speculative_tokens": 9}, use_tqdm=False)
     assert len(result.outputs[0].stats.accepted_per_position) == NUM_DRAFTS

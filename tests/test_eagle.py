@@ -17,7 +17,7 @@ from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder, find_method, read_eagle_spec
 from backend.errors import ModelError
 from backend.model_checks import check_model
-from deploy.launcher import check_model as check_launch
+from deploy.served_model import check_model as check_launch
 from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve, watched
 from tests.families import Case, edited, make_model, random_tokens
 from tests.steps import make_sums_late
@@ -387,6 +387,8 @@ REFUSED = [
     ({IDS: [1, 2, 9]}, rf"{IDS} is \[1, 2, 9\]; it must be a list of layers of the target, which has 8"),
     ({"target_layer_ids": [1, 2, 8]}, r"target_layer_ids is \[1, 2, 8\]; it must be a list of layers of the target, which has 8"),
     ({"aux_hidden_states_layer_ids": [8]}, r"aux_hidden_states_layer_ids is \[8\]; it must be a list of layers of the target, which has 8"),
+    ({"num_target_layers": 9}, "num_target_layers is 9; it must be 8, as many as the target has"),
+    ({"eagle_config": {"num_target_layers": 6}}, "num_target_layers is 6; it must be 8, as many as the target has"),
     ({"layer_types": ["sliding_attention"]}, r"layer_types\[0\] is 'sliding_attention'; it must be 'full_attention' with this method"),
     ({IDS: [1, 2, 3], "num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; it must be true"),

@@ -17,7 +17,7 @@ from backend.errors import CapacityError, ConfigError, EngineError, InternalErro
 from backend.models.inspection import Load, inspect
 from backend.scheduler import Scheduler
 from backend.step.worker import Launched
-from deploy.launcher import check_model as check_launch
+from deploy.served_model import check_model as check_launch
 from tests.conftest import code_prompts, greedy
 from tests.models import make_tiny
 from tests.small import LLM, SMALL_MODEL, memory_of

@@ -23,7 +23,7 @@ from backend.models.loading import check_gpu
 from backend.models.rope import frequencies
 from backend.parallel.ranks import Ranks
 from backend.tokenizer_checks import check_vocabulary
-from deploy.launcher import check_model as check_before_launch
+from deploy.served_model import check_model as check_before_launch
 from tests.families import (
     CONTEXT,
     VOCABULARY,

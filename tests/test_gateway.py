@@ -820,6 +820,13 @@ class TestErrors:
             waiting.sendall(HEAD.format(path="/v1/completions", length=5 << 20).replace("\r\n\r\n", "\r\nexpect: 100-continue\r\n\r\n").encode())
             assert b"".join(iter(lambda: waiting.recv(4096), b"")).startswith(b"HTTP/1.1 413")
 
+    def test_bodies_of_many_values(self, address):
+        """Within the limit of bytes: the gateway answered nobody while it read them."""
+        body = b'{"prompt": [' + b"5," * 1_100_000 + b'5], "max_tokens": 1}'
+        status, _, answer = ask(address, "/v1/completions", body)
+        error = json.loads(answer)["error"]
+        assert (status, error["code"]) == (413, "request_too_large") and "the body has more than 1048576 commas" in error["message"]
+
     @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"], ids=["address", "header", "headers"])
     def test_a_head_without_end(self, running, start):
         """It is not kept, however long it gets."""

@@ -560,13 +560,19 @@ def test_large_integers(grammars, schema, values, others):
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.25", "0.001", "0.5"], ["0", "0.0", "-0", "0.6"]),
         ({"type": "number", "exclusiveMinimum": 99.0, "exclusiveMaximum": 99.25}, ["99.1"], ["99", "99.0", "99.25"]),
         ({"type": "number", "minimum": -1.5, "exclusiveMaximum": -1}, ["-1.25", "-1.5"], ["-1", "-1.0", "-0.9"]),
+        ({"type": "number", "minimum": 5, "exclusiveMinimum": True, "maximum": 5.5}, ["5.25", "5.5"], ["5", "5.0", "5.75"]),
+        ({"type": "integer", "maximum": 5, "exclusiveMaximum": True, "minimum": 3, "exclusiveMinimum": False}, ["3", "4"], ["2", "5"]),
+        ({"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, ["0.25", "0.5"], ["0", "0.0", "0.6"]),
+        ({"type": "integer", "allOf": [{"exclusiveMaximum": -1}, {"minimum": -2.5}]}, ["-2"], ["-1", "-3"]),
+        ({"type": "number", "$ref": "#/$defs/a", "minimum": -0.5, "$defs": {"a": {"exclusiveMaximum": 0}}}, ["-0.25"], ["0", "-0", "0.0"]),
         ({"type": "string", "pattern": '^[^"]*$'}, [r'"a\\b\n"', '""', '"[^"'], [r'"\""', r'"a\"b"']),
         ({"type": "string", "pattern": r"^\[?[^\\]+$"}, [r'"[\""', '"x"'], [r'"\\"', r'"[x\\"']),
         ({"type": "object", "patternProperties": {'^[^"]$': {}}, "additionalProperties": False}, ['{"a":1}'], [r'{"\"":1}']),
     ],
 )
 def test_what_the_compiler_would_allow(grammars, schema, values, others):
-    """A whole number that is excluded, where the other bound is less than one away; in negated classes quotation marks and backslashes."""
+    """A whole number that is excluded, also as draft 4 says it, where the other bound is less than one away, wherever it stands; in negated classes
+    quotation marks and backslashes."""
     own = grammars.compile(StructuredOutputs(json=schema))
 
     def follows(text: str) -> bool:

@@ -9,36 +9,30 @@ import pytest
 import torch
 
 from backend.speculative_config import SpeculativeConfig
-from backend.step.captured_shapes import Phase
-from backend.step.distributions import Distributions
+from backend.step.distributions import Distributions, count_held
 from backend.step.graphs import Graphs
 from backend.step.options import Options
 from backend.step.tensors import StepShape
 from kernels import ops, warm_up
 from kernels.request_table import RequestTable
+from kernels.structs import IS_REJECTION
 
 CPU = torch.device("cpu")
 
 
-def test_a_verdict_over_more_distributions_is_another_graph() -> None:
-    """One that was captured while those of two drafts were held would take each draft behind them that the target could choose at all."""
+@pytest.mark.parametrize("kind", [{}, {"placement": "bls"}, {"method": "ngram"}, {"tree_nodes": 4}], ids=str)
+def test_distributions_are_all_made_at_the_start(kind: dict[str, Any]) -> None:
+    """Requests may have more drafts, and other nodes hand more over: memory that was counted when pages were shared out was taken by those."""
+    config = SpeculativeConfig.from_dict({"method": "mtp", "num_speculative_tokens": 2, **kind})
     table = RequestTable(2, 64, 16, 9, CPU)
-    distributions = Distributions(table, SpeculativeConfig(method="mtp", num_speculative_tokens=2), 2)
-    program = SimpleNamespace(distributions=distributions, drafting=SimpleNamespace(asks_model=lambda shape: True))
-
-    def phases(options: Options) -> list[list[Phase]]:
-        graphs: Any = SimpleNamespace(_program=program)
-        return Graphs._phases(graphs, StepShape(2, 12, num_model_drafts=8, options=options))
-
-    seen: dict[Options, set[Phase]] = {}
-    for count in (2, 8):
-        distributions.put(0, torch.full((count, 9), 1 / 9))
-        for options in (Options.NONE, Options.REJECTION):
-            forward, verdict, drafting = phases(options)
-            assert [own[0][0] for own in (forward, verdict, drafting)] == ["forward", "decide", "advance"]
-            seen.setdefault(options, set()).update([*forward, *verdict, *drafting])
-    assert [phase[0] for phase in sorted(seen[Options.NONE])] == ["advance", "decide", "draft", "forward"]
-    assert [phase[0] for phase in sorted(seen[Options.REJECTION], key=str)] == ["advance", "decide", "decide", "draft", "forward"]
+    distributions, count = Distributions(table, config), count_held(config)
+    assert count == (0 if "method" in kind or "tree_nodes" in kind else 2)
+    distributions.put(0, torch.full((8, 9), 1 / 9))
+    assert distributions.get(0).shape == (count, 9)
+    table.flags[:2] = torch.tensor([IS_REJECTION, 0], dtype=table.flags.dtype)
+    logits, chosen = torch.eye(9)[[3, 4]], torch.tensor([7, 8], dtype=torch.int32)
+    drawn = distributions.draw(logits, torch.tensor([0, 1], dtype=torch.int32), chosen, 8, Options.REJECTION)
+    assert drawn.tolist() == [3, 8] and distributions.get(0).shape == (count, 9)
 
 
 def test_what_is_compiled_before_requests_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,7 @@ def test_adapters_alone_know_triton() -> None:
 
 PURE = (
     "scheduler",
+    "limits",
     "fetches",
     "waiting",
     "pages",
@@ -210,6 +211,7 @@ PURE = (
     "structured_outputs",
     "config",
     "speculative_config",
+    "request_speculation",
     "disaggregation_config",
     "quantization_config",
     "speculative_names",
@@ -230,7 +232,7 @@ def test_pure_modules_import_each_other_only(name: str) -> None:
         none_of([i for i in of_project(imports) if not i.is_in(*below[name])], f"{name} imports no other sibling")
 
 
-@pytest.mark.parametrize("name", ["scheduler", "fetches", "waiting", "pages", "prefix_cache"])
+@pytest.mark.parametrize("name", ["scheduler", "limits", "fetches", "waiting", "pages", "prefix_cache"])
 def test_integers_only(name: str) -> None:
     none_of([i for i in imports_of(f"backend/{name}.py") if i.top in ("torch", "numpy")], f"{name} does not even name a tensor")
 
@@ -246,6 +248,7 @@ LEVELS = (
     (
         "config",
         "speculative_config",
+        "request_speculation",
         "disaggregation_config",
         "quantization_config",
         "model_files",
@@ -282,7 +285,7 @@ LEVELS = (
         "tiktoken_file",
     ),
     ("prefix_cache", "drafters", "grammar"),
-    ("fetches", "waiting"),
+    ("fetches", "limits", "waiting"),
     ("scheduler", "intake", "open_requests", "step"),
     ("planned",),
     ("step_drafting", "step_grammars", "rank_processes", "rank_hello"),

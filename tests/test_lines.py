@@ -143,6 +143,17 @@ def test_a_master_that_is_none(answer: bytes, monkeypatch: pytest.MonkeyPatch) -
         listener.shutdown(socket.SHUT_RDWR)
 
 
+def test_a_rank_0_that_has_ended_before_the_ranks_had_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for as one is that is to come; this rank knew that it was there."""
+    monkeypatch.setattr(follower, "LISTENS_SECONDS", 0.2)
+    with listen(HOST, 0) as listener:
+        port = listener.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        reaching = pool.submit(follower.reach_store, HOST, port, 2)
+        with pytest.raises(ModelError, match=f"^parallel_config.master {HOST}:{port}: rank 0 has ended before the ranks had met$"):
+            reaching.result(30)
+
+
 BUSY = """
 import re, sys
 import torch.distributed as dist

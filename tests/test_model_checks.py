@@ -17,6 +17,7 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, DEFAULT_DRAFTER
 from backend.drafter_checks import settle_method
 from backend.errors import ConfigError, ModelError
+from backend.model_files import fingerprint
 from backend.model_sources import find_model
 from backend.models import load_model
 from backend.models.mtp import Mtp
@@ -352,3 +353,18 @@ def test_an_index_names_files_of_its_folder_only(folder: Path, tmp_path: Path, c
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
         assert launch(folder, tmp_path) == 2
         assert "which is no file of this folder" in capsys.readouterr().err
+
+
+def test_the_fingerprint_is_of_what_says_how_weights_are_quantized(tmp_path: Path) -> None:
+    """Equal bytes stand for other numbers by it; where config.json says it, the files beside it count for nothing."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    found = [fingerprint(tmp_path)]
+    modelopt = "hf_quant_config.json"
+    for name, content in (("quant_config.json", {"bits": 4}), ("quantize_config.json", {"bits": 4}), (modelopt, {}), (modelopt, {"bits": 8})):
+        (tmp_path / name).write_text(json.dumps(content))
+        found.append(fingerprint(tmp_path))
+    assert len(set(found)) == len(found)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "quantization_config": {"quant_method": "fp8"}}')
+    own = fingerprint(tmp_path)
+    (tmp_path / modelopt).unlink()
+    assert fingerprint(tmp_path) == own

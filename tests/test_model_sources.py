@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +22,7 @@ from huggingface_hub.utils import filter_repo_objects
 from backend.config import BUNDLED_MODEL
 from backend.errors import ConfigError, ModelError
 from backend.model_sources import Source, find_model
-from deploy import launcher
+from deploy import served_model
 from deploy.cli import main
 from kernels._load import cache_folder
 from kernels.toolchain import KernelError
@@ -47,7 +49,7 @@ def test_a_name_on_the_hub(hub: Source) -> None:
     snapshot = Path(str(hub.download_dir)).resolve() / "models--org--model/snapshots" / COMMIT
     for revision in (None, "v1", COMMIT):
         assert find_model("org/model", Source(revision, hub.download_dir)) == snapshot
-    assert launcher.check_model("org/model", source=hub) == snapshot
+    assert served_model.check_model("org/model", source=hub) == snapshot
 
 
 def test_weights_are_downloaded_once(hub: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +216,7 @@ def test_a_conversion_ends_with_the_launch(tmp_path: Path) -> None:
     """Even where that is killed: the next launch would write to the same folder beside it."""
     (convert := tmp_path / "python").write_text('#!/bin/sh\nexec > "$0.begun"; echo x; exec sleep 60\n')
     convert.chmod(0o755)
-    program = (
-        "import pathlib, sys; sys.executable = sys.argv[1]; from deploy.launcher import convert_apart; convert_apart(pathlib.Path(), pathlib.Path())"
-    )
+    program = "import sys; sys.executable = sys.argv[1]; from deploy import served_model as own; own.convert_apart(own.Path(), own.Path())"
     launch = subprocess.Popen([sys.executable, "-c", program, str(convert)], cwd=ROOT, start_new_session=True)
     try:
         assert wait_until(lambda: (tmp_path / "python.begun").exists())
@@ -235,3 +235,14 @@ def is_of_session(process: Path, session: int) -> bool:
     except OSError:
         return False
     return int(own) == session and state != "Z"
+
+
+@pytest.mark.parametrize("name", ["trees", "draft_tokens", "cpu_kernels", "grammar_libraries"])
+def test_a_measurement_of_a_model_that_is_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with a traceback, or its processes did."""
+    monkeypatch.setattr("sys.argv", [name, "--model", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert re.search(rf"error: (argument )?--model: {tmp_path}", capsys.readouterr().err)

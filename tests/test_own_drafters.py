@@ -19,7 +19,7 @@ from backend import LLM, SamplingParams
 from backend.drafter_checks import find_method
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model, find_drafter_folder
-from deploy.launcher import check_drafter as check_before_launch
+from deploy.served_model import check_drafter as check_before_launch
 from tests.drafting import check_drafts, check_tokens, watched
 from tests.drafting import serve as serve_drafter
 from tests.families import Case, edited, expected_logits, make_model, random_tokens
@@ -224,6 +224,36 @@ def test_where_a_drafter_is_looked_for(folder: Path, tmp_path: Path) -> None:
     plain = edited(folder, tmp_path / "plain", num_nextn_predict_layers=...)
     with pytest.raises(ConfigError, match=f"speculative_config.model: method {config['method']} needs a drafter trained for"):
         check_before_launch(speculative, plain)
+
+
+def fuse_experts(folder: Path) -> None:
+    """All experts of a layer in one weight, as transformers holds them."""
+    weights, found = load_file(folder / "model.safetensors"), {}
+    for name in list(weights):
+        if ".experts." in name:
+            before, _, rest = name.partition(".experts.")
+            number, part, _ = rest.split(".")
+            found.setdefault(f"{before}.experts.", {})[part, int(number)] = weights.pop(name)
+    for before, parts in found.items():
+        numbers = range(len(parts) // 3)
+        both = [torch.cat([parts["gate_proj", number], parts["up_proj", number]]) for number in numbers]
+        weights[f"{before}gate_up_proj"] = torch.stack(both)
+        weights[f"{before}down_proj"] = torch.stack([parts["down_proj", number] for number in numbers])
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("own", [OWN[0], OWN[-1]], ids=str)
+def test_modules_with_all_experts_in_one_weight(own: Own, tmp_path: Path) -> None:
+    make_checkpoint(own, tmp_path / "model")
+    fused = edited(tmp_path / "model", tmp_path / "fused")
+    fuse_experts(fused)
+    made = []
+    for folder in (tmp_path / "model", fused):
+        llm = serve(folder)
+        seen = watched(llm)
+        llm.generate([{"prompt_token_ids": random_tokens(30)}], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        made.append(seen[0])
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("scheme", ["wint8", "fp8"])

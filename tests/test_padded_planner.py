@@ -14,6 +14,7 @@ from backend.core import Batch, Branches, Outcome, Request, Scheduled, Speculati
 from backend.drafters import Drafters
 from backend.planned import PlannedStep
 from backend.planner import Planner
+from backend.request_speculation import resolve
 from backend.sampling_params import SamplingParams
 from backend.speculative_config import SpeculativeConfig
 from backend.step.captured_shapes import captured_drafting, fit_drafting, shapes_to_capture
@@ -64,7 +65,7 @@ def test_what_is_planned_is_captured(method: str, monkeypatch: pytest.MonkeyPatc
     if method == "with_ngram":
         options = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 4, "num_model_steps": 2}
     planner, drafters = make_planner(**options)
-    own = SpeculativeConfig(**options).resolve(None)
+    own = resolve(SpeculativeConfig(**options), None)
     requests = [Request(str(i), list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70))) for i in range(2)]
     place = drafters.place(requests[0])
     counts, drafts = steps_to_capture(own, place, own.num_model_steps if place.has_model else 0)
@@ -106,7 +107,7 @@ def test_the_least_graph_that_does_is_taken() -> None:
 def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the step after it would be one with prompts for all requests. Who is not asked at all is not waited for either."""
     planner, drafters = make_planner(method="auto", request_methods=["mtp"])
-    own, pages = SpeculativeConfig(method="auto", request_methods=["mtp"]).resolve(None), list(range(70))
+    own, pages = resolve(SpeculativeConfig(method="auto", request_methods=["mtp"]), None), list(range(70))
     request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=pages)
     planner.plan(Batch([Scheduled(request, 20)]))
     request.num_computed_tokens, request.num_steps_ahead, chosen = 20, 1, drafters.budget
@@ -129,7 +130,7 @@ def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatc
 def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not against the one that they are verified under: what is tried would look bad in the step before it can bring anything."""
     planner, drafters = make_planner(method="auto", request_methods=["mtp"])
-    own = SpeculativeConfig(method="auto", request_methods=["mtp"]).resolve(None)
+    own = resolve(SpeculativeConfig(method="auto", request_methods=["mtp"]), None)
     request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
     planner.plan(Batch([Scheduled(request, 20)]))
     request.num_computed_tokens, request.num_steps_ahead, chosen, seen = 20, 1, drafters.budget, []

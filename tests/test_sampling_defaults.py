@@ -84,7 +84,7 @@ def test_more_tokens_than_there_is_room_for_are_no_reason_to_refuse(folder: Path
 def test_a_chat_has_what_is_left_of_the_context(folder: Path) -> None:
     """Or of the cache, where that is less: it is no reason to refuse what asked for nothing."""
     llm = LLM(str(folder), kv_cache_memory="1MiB")
-    room = llm.engine.scheduler.max_num_tokens
+    room = llm.engine.scheduler.limits.max_num_tokens
     assert room < llm.engine.scheduler.max_model_len
     (chat,) = llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
     assert chat.outputs[0].finish_reason == "stop" or len(chat.prompt_token_ids) + len(chat.outputs[0].token_ids) == room

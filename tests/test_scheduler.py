@@ -119,7 +119,7 @@ class World:
         stop_ids: Sequence[int] = (),
     ) -> Request:
         """Queues a request as `Engine.submit` does: only when it fits. Raises RequestError."""
-        self.scheduler.check_fits(len(prompt), max_tokens)
+        self.scheduler.limits.check_fits(len(prompt), max_tokens)
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
         speculation = Speculation("ngram", drafts)
         number = len(self.requests)
@@ -774,17 +774,17 @@ def test_ids_in_use_and_full_queues_are_refused() -> None:
 
 
 def test_check_fits_names_the_number_and_the_limit() -> None:
-    scheduler = World(num_pages=4, page_size=4, max_model_len=32).scheduler
-    scheduler.check_fits(8, 8)
+    limits = World(num_pages=4, page_size=4, max_model_len=32).scheduler.limits
+    limits.check_fits(8, 8)
     with pytest.raises(RequestError, match=r"8 prompt tokens and max_tokens 9 need 5 KV pages of 4 tokens.*has 4.*--kv-cache-memory"):
-        scheduler.check_fits(8, 9)
+        limits.check_fits(8, 9)
     with pytest.raises(RequestError, match=r"the prompt has 32 tokens; the context holds 32"):
-        scheduler.check_fits(32, 1)
-    roomy = World(num_pages=8, page_size=4, max_model_len=32).scheduler
+        limits.check_fits(32, 1)
+    roomy = World(num_pages=8, page_size=4, max_model_len=32).scheduler.limits
     roomy.check_fits(31, 32)  # the context's end comes first
     with pytest.raises(RequestError, match=r"max_tokens is 33; the context holds 32 tokens"):
         roomy.check_fits(1, 33)
-    few = World(num_pages=8, page_size=4, max_batch_size=2, max_waiting=1).scheduler
+    few = World(num_pages=8, page_size=4, max_batch_size=2, max_waiting=1).scheduler.limits
     few.check_fits(1, 1, 3)
     with pytest.raises(RequestError, match=r"n is 4; the limit is 2 running and 1 waiting: lower n, or raise --max-waiting"):
         few.check_fits(1, 1, 4)

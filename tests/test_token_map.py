@@ -22,7 +22,7 @@ from backend.rank_hello import describe_self
 from backend.text import Tokenizer
 from backend.token_map import read_token_map
 from deploy.cli import main
-from deploy.launcher import model_parameters
+from deploy.served_model import model_parameters
 from tests import test_block_drafters as blocks
 from tests import test_draft_heads as heads
 from tests import test_eagle as eagles

@@ -28,6 +28,7 @@ from tests.test_loader import Kind, make_model, save
 from training import command, trainer
 from training.data import Reader, cut_prompts
 from training.drafters.layers import attend_unrolled
+from training.run import Run
 from training.target import Target
 from training.tokenizer import load_tokenizer
 
@@ -277,7 +278,7 @@ def test_a_process_that_is_stopped_before_it_trains_ends_the_others(tmp_path: Pa
     words = flags(tmp_path, tmp_path, tmp_path / "out", processes=2)[1:]
     args = command.make_parser().parse_args(words)
     keys = ("kind", "model", "out", "steps", "batch_size", "context", "lr", "seed", "loss", "drafts", "layers", "inner", "taps", "dtype")
-    run = trainer.Run(**{key: getattr(args, key) for key in keys}, processes=2)
+    run = Run(**{key: getattr(args, key) for key in keys}, processes=2)
     with pytest.raises(SystemExit) as caught:
         trainer._join(1, run, torch.zeros(1, dtype=torch.int32), str(tmp_path / "meeting"))
     assert caught.value.code == 130
@@ -322,7 +323,7 @@ def test_the_engine_that_wrote_answers_is_gone_before_training(folder: Path, tex
         engines.append(weakref.ref(engine))
         shut_down(engine, *arguments)
 
-    def train(run: trainer.Run, ids: torch.Tensor) -> bool:
+    def train(run: Run, ids: torch.Tensor) -> bool:
         assert len(engines) == 1 and engines[0]() is None
         return False
 

@@ -12,6 +12,7 @@ import torch
 from backend import SamplingParams, trees
 from backend.drafters.recycling import RecyclingDrafter
 from backend.errors import ConfigError
+from backend.request_speculation import resolve
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.tensors import StepTensors
 from backend.step.trees import TreeForward
@@ -108,9 +109,9 @@ def test_trees_that_no_context_holds() -> None:
 
 def test_what_requests_may_choose() -> None:
     static, grown = (SpeculativeConfig.from_dict({**RECYCLING, "tree_paths": PATHS}), SpeculativeConfig.from_dict({"method": "mtp", "tree_nodes": 8}))
-    assert [static.resolve({"num_speculative_tokens": n}).num_nodes for n in range(5)] == [0, 2, 5, 7, 8]
-    assert [config.resolve(None).max_drafts for config in (static, grown)] == [8, 8]
-    assert [static.resolve({"method": name}).num_nodes for name in ("ngram", "none")] == [0, 0]
+    assert [resolve(static, {"num_speculative_tokens": n}).num_nodes for n in range(5)] == [0, 2, 5, 7, 8]
+    assert [resolve(config, None).max_drafts for config in (static, grown)] == [8, 8]
+    assert [resolve(static, {"method": name}).num_nodes for name in ("ngram", "none")] == [0, 0]
     for config, choice, message in (
         (static, {"num_speculative_tokens": 5}, r"num_speculative_tokens must be from 0 \(off\) to 4, the depth of the server's tree, got 5"),
         (grown, {"num_speculative_tokens": 2}, r"num_speculative_tokens must be 0 \(off\) or 4, the depth of the server's tree, got 2"),
@@ -119,7 +120,7 @@ def test_what_requests_may_choose() -> None:
         (grown, {"mtp_strategy": "with_ngram"}, "mtp_strategy must be default where drafts are trees"),
     ):
         with pytest.raises(ConfigError, match=f"speculative.{message}"):
-            config.resolve(choice)
+            resolve(config, choice)
 
 
 @pytest.mark.parametrize("is_reported", [True, False])
@@ -132,7 +133,7 @@ def test_a_tree_that_is_cut_has_no_deeper_drafts(is_reported: bool) -> None:
     drafter.learn(torch.tensor([1, 3, 4]), torch.eye(9)[[2, 4, 6]] + 0.5 * torch.eye(9)[[3, 5, 7]])  # nothing is known of what follows 2
     fields = torch.zeros(structs.NUM_FIELDS, 2, dtype=torch.int32)
     fields[structs.INDEX], fields[structs.END], fields[structs.DRAFTER_COUNT] = torch.arange(2), 60, -1
-    fields[structs.MODEL_LIMIT] = torch.tensor([config.resolve({"num_speculative_tokens": n}).num_nodes for n in (2, 3)])
+    fields[structs.MODEL_LIMIT] = torch.tensor([resolve(config, {"num_speculative_tokens": n}).num_nodes for n in (2, 3)])
     tree = TreeForward(config, drafter, table, torch.zeros(2, 8, dtype=torch.int32), 64, torch.float32)
     newest = torch.ones(2, dtype=torch.long)
     tree.draft(fields, newest, [newest[:, None]], 5, structs.StepSizes(*[0] * 13), torch.zeros(2, 20) if is_reported else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections import Counter
 
@@ -95,8 +96,12 @@ def test_ragged_drafts():
         assert count <= length and row[:count] == draft[:count] and row[count] >= 0 and set(row[count + 1 :]) <= {-1}
 
 
-@pytest.mark.parametrize("known", [0, 1, 2], ids=["certain", "first drawn, then looked up", "drawn"])
-def test_drafts_of_mixed_origin_keep_the_distribution(known):
+@pytest.mark.parametrize(
+    ("known", "num_kept"),
+    [(0, DRAFTS), (1, DRAFTS), (2, DRAFTS), (2, 1)],
+    ids=["certain", "first drawn, then looked up", "drawn", "drawn, and the first kept"],
+)
+def test_drafts_of_mixed_origin_keep_the_distribution(known, num_kept):
     """What a hybrid drafter proposes: the first drafts with the distributions that they were drawn from, the others without.
 
     In one batch with entries of the other two kinds, and with shorter ones. The distributions have to be used: a drawn draft that is
@@ -107,7 +112,7 @@ def test_drafts_of_mixed_origin_keep_the_distribution(known):
     drafter = {history: [(a + b) / 2 for a, b in zip(weights, other[history])] for history, weights in target.items()}
     proposed = {h: [[float(i == max(range(VOCABULARY), key=w.__getitem__)) for i in range(VOCABULARY)], w] for h, w in drafter.items()}
     table = RequestTable(batch, 8, DRAFTS, VOCABULARY, torch.device("cpu"))
-    distributions = Distributions(table, SpeculativeConfig(method="mtp", num_speculative_tokens=DRAFTS), DRAFTS)
+    distributions = Distributions(table, SpeculativeConfig(method="mtp", num_model_steps=num_kept))
     indices = torch.arange(batch, dtype=torch.int32)
     spans: Counter[tuple[int, ...]] = Counter()
     accepted: Counter[int] = Counter()
@@ -139,7 +144,8 @@ def test_drafts_of_mixed_origin_keep_the_distribution(known):
                     span += (rng.choices(range(VOCABULARY), target[span])[0],)
                 spans[span[:DRAFTS]] += 1
     assert_follows(spans, {(a, b): target[()][a] * target[a,][b] for a in range(VOCABULARY) for b in range(VOCABULARY)}, spans.total())
-    overlap = {h: sum(map(min, target[h], proposed[h][len(h) < known])) for h in target}  # how often the draft after h is accepted
+    # How often the draft after h is accepted: one whose distribution is not kept, as often as the target has it.
+    overlap = {h: sum(map(min if len(h) < num_kept else operator.mul, target[h], proposed[h][len(h) < known])) for h in target}
     both = sum(min(p, q) * overlap[a,] for a, (p, q) in enumerate(zip(target[()], proposed[()][known > 0])))
     assert_follows(accepted, {0: 1 - overlap[()], 1: overlap[()] - both, 2: both}, accepted.total())
 

@@ -19,11 +19,13 @@ from backend.errors import ConfigError, ModelError, RequestError
 from backend.model_checks import check_model
 from backend.models.dflash_spec import MARKOV_KINDS
 from backend.models.shards import held
+from training.checkpoints import told
 from training.data import PROMPT_SHARE, Reader, choose_draft_ids, choose_mask_token, cut_prompts, write_answers
 from training.drafters import KINDS
 from training.objective import LOSSES
 from training.report import describe, measure
-from training.trainer import Run, count_anchors, told, train
+from training.run import Run, count_anchors
+from training.trainer import train
 
 DESCRIPTION = """\
 Trains a drafter for a model: on a model of any family that is served, frozen, with the states that serving hands to drafters.

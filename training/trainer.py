@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
-import pickle
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,95 +16,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from backend.devices import on_stream
-from training.drafters import KINDS, Drafter, Options
+from training.checkpoints import open_log, resume, save, told
+from training.drafters import Drafter
 from training.objective import Objective
 from training.optimizers import COOLDOWN, Muon, learning_rate
+from training.run import Run
 from training.states import OfflineStates, OnlineStates
 from training.target import Target
 
 HEAD_RATE = 0.25
 """Of the learning rate, for what begins as the target's head."""
-CHECKPOINT = "checkpoint.pt"
 LOG_EVERY = 50
 COMPILED_BY, TIMED_STEPS = 5, 20
 """Steps after which nothing is compiled any more, and those whose time says first how many fit into a run of so many minutes; then twice as many."""
-
-
-@dataclass(slots=True)
-class Run:
-    """All that decides what is trained; two runs of equal values are equal, to the bit on CPU."""
-
-    kind: str
-    model: Path
-    out: Path
-    steps: int | None
-    """None: as many as fit into `minutes`."""
-    batch_size: int
-    context: int
-    lr: float
-    seed: int
-    loss: str
-    drafts: int
-    layers: int
-    inner: int | None
-    taps: tuple[int, ...] | None
-    dtype: str
-    num_anchors: int | None = None
-    markov_rank: int | None = None
-    markov_head_type: str | None = None
-    mask_token_id: int | None = None
-    states: Path | None = None
-    draft_ids: torch.Tensor | None = None
-    device: str = "cpu"
-    processes: int = 1
-    checkpoint_every: int = 500
-    resume: bool = False
-    data: dict[str, Any] = field(default_factory=dict)
-    """What the token ids are made of, in words and numbers."""
-    minutes: float | None = None
-    clock: Callable[[], float] = time.perf_counter
-    """Of these minutes, and of the log's seconds."""
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.out / CHECKPOINT
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
-
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must have as the run before it had it."""
-        free = ("model", "out", "device", "processes", "checkpoint_every", "resume", "draft_ids", "clock")
-        values = {key: value for key, value in asdict(self).items() if key not in free}
-        drafted = None if self.draft_ids is None else len(self.draft_ids)
-        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()} | {"draft_vocab_size": drafted}
-
-    def make_drafter(self, target: Target) -> Drafter:
-        """As it begins. Raises ModelError."""
-        torch.manual_seed(self.seed)
-        ids = None if self.draft_ids is None else self.draft_ids.to(target.device)
-        own = ("mask_token_id", "num_anchors", "markov_rank", "markov_head_type")
-        given = {key: value for key in own if (value := getattr(self, key)) is not None}
-        return KINDS[self.kind](target, Options(self.drafts, self.layers, self.inner, self.taps, ids, **given)).to(target.device)
-
-    def draw_anchors(self, generator: torch.Generator) -> torch.Tensor | None:
-        """Places [batch_size, num_anchors] of a step's blocks, in order, with a state before them and text after each draft; None: no blocks."""
-        if self.num_anchors is None:
-            return None
-        drawn = torch.rand(self.batch_size, count_anchors(self.context, self.drafts), generator=generator).argsort(dim=1)
-        return 1 + drawn[:, : self.num_anchors].sort(dim=1).values
-
-
-def count_anchors(context: int, drafts: int) -> int:
-    """Places of a sequence after which so many drafts have a text to be compared with."""
-    return context - 1 - drafts
 
 
 def train(run: Run, ids: torch.Tensor) -> bool:
@@ -274,7 +197,7 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
     optimizers = make_optimizers(drafter, run.lr)
     adamw = [p for p in drafter.parameters() if p.dim() != 3]
     generator = torch.Generator().manual_seed(run.seed)
-    first, steps, spent = _resume(run, drafter, optimizers, generator) if run.resume else (0, run.steps, 0.0)
+    first, steps, spent = resume(run, drafter, optimizers, generator) if run.resume else (0, run.steps, 0.0)
     module: nn.Module = objective
     if run.processes > 1:
         module = DistributedDataParallel(objective, broadcast_buffers=False)
@@ -284,7 +207,7 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
     own = slice(rank * share, (rank + 1) * share)
     stop, timer, done = _Stop(run), _Timer(run, device, first, spent, is_fixed=steps is not None), first
     bar = tqdm(initial=first, total=steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
-    with bar, told(run.out, run.checkpoint), _handling(stop), _open_log(run, first, is_first=is_first) as log:
+    with bar, told(run.out, run.checkpoint), _handling(stop), open_log(run, first, is_first=is_first) as log:
         while done != steps:
             starts = torch.randint(source.num_starts, (run.batch_size,), generator=generator)
             states, anchors = source.read(starts[own]), run.draw_anchors(generator)
@@ -310,7 +233,7 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
                 log.flush()
                 bar.set_postfix_str(f"loss {row['loss']}, agreement {row['agreement']}")
             if is_first and (done % run.checkpoint_every == 0 or is_last or is_stopped):
-                _save(run, drafter, optimizers, generator, {"step": done, "steps": steps, "seconds": timer.spent(done)})
+                save(run, drafter, optimizers, generator, {"step": done, "steps": steps, "seconds": timer.spent(done)})
             if is_stopped and not is_last:
                 return False
     if is_first:
@@ -327,77 +250,3 @@ def make_source(run: Run, target: Target, ids: np.ndarray, layers: tuple[int, ..
     if run.processes > 1:
         dist.barrier()
     return source if is_writer else OfflineStates(target, ids, run.context, layers, run.states, is_writer=False)
-
-
-@contextmanager
-def told(out: Path, checkpoint: Path) -> Iterator[None]:
-    """Raises ValueError for a folder that cannot be written: a full disk is no traceback."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors has no errno.
-        is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        last = "--resume goes on from the checkpoint there" if checkpoint.is_file() else "no checkpoint was written yet"
-        reason = "No space left on device" if is_full else error
-        raise ValueError(f"--out {out}: {reason}; {last}") from None
-
-
-@contextmanager
-def _open_log(run: Run, done: int, *, is_first: bool) -> Iterator[Any]:
-    """log.jsonl up to the step that is gone on from; of processes that are not the first, nothing."""
-    path = run.out / "log.jsonl"
-    kept = path.read_text(errors="replace").splitlines(keepends=True) if done and is_first and path.is_file() else []
-    with open(path if is_first else os.devnull, "w") as log:
-        log.writelines(line for line in kept if line.endswith("\n") and _is_before(line, done))
-        log.flush()
-        yield log
-
-
-def _is_before(line: str, done: int) -> bool:
-    """Whether a line of the log is of a step up to this one; one that a crash has damaged is not."""
-    try:
-        return bool(json.loads(line)["step"] <= done)
-    except (ValueError, TypeError, KeyError):
-        return False
-
-
-def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator, counts: dict[str, Any]) -> None:
-    """counts: its steps, and its minutes' seconds, which a run that goes on does not have anew."""
-    state = {"drafter": drafter.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "generator": generator.get_state()}
-    part = run.checkpoint.with_suffix(".tmp")
-    try:
-        buffer = io.BytesIO()  # torch's own writer tells a full disk in no words that can be known
-        torch.save(state | counts | {"run": json.dumps(run.identity())}, buffer)
-        part.write_bytes(buffer.getbuffer())
-        part.replace(run.checkpoint)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
-
-
-def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> tuple[int, int | None, float]:
-    """Returns the steps that are done, the run's, and the seconds that it has had of its minutes."""
-    path = run.checkpoint
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)  # whoever takes it copies it to where it computes
-        before, step, steps = dict(json.loads(state["run"])), int(state["step"]), run.steps
-        spent = float(state.get("seconds", 0.0))  # of a run before they were kept
-        if steps is None and (saved_steps := state.get("steps")) is not None:
-            steps = int(saved_steps)
-        if steps is not None and not 0 <= step <= steps and before.get("steps") == run.steps:
-            raise ValueError(f"step {step} is none of the run's {steps}")
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"--resume: {path} cannot be read: {error!r:.200}") from None
-    now = json.loads(json.dumps(run.identity()))
-    if other := [key for key in now if before.get(key) != now[key]]:
-        told = ", ".join(f"{key} {before.get(key)!r:.60} (now {now[key]!r:.60})" for key in other)
-        raise ValueError(f"--resume: {path} is of a run with {told}")
-    try:
-        drafter.load_state_dict(state["drafter"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        generator.set_state(state["generator"])
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--resume: {path} is of another drafter: {error!r:.200}") from None
-    return step, steps, spent

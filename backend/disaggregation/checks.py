@@ -10,6 +10,7 @@ from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
 from backend.grammar.thinking import OPENS, THINKING
+from backend.request_speculation import resolve
 from backend.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_COMPLETIONS, MAX_SEED
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.scores import score_width
@@ -46,7 +47,7 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
     _check_integer("num_nodes", speculation.num_nodes, 0, config.tree.num_nodes if config.tree is not None else 0)
     own = {"method": speculation.method, "verify_strategy": speculation.verify_strategy}
     try:
-        config.resolve(own | ({"mtp_strategy": speculation.mtp_strategy} if speculation.mtp_strategy != config.mtp_strategy else {}))
+        resolve(config, own | ({"mtp_strategy": speculation.mtp_strategy} if speculation.mtp_strategy != config.mtp_strategy else {}))
     except ConfigError as error:
         raise RecordError(str(error)) from None
 

@@ -6,19 +6,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
-
-from backend.core import Delta, HandOff, Request
 from backend.disaggregation.checks import check_job
+from backend.disaggregation.held_jobs import HeldJob, HeldJobs
 from backend.disaggregation.inheritance import Inheritance
 from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
 from backend.disaggregation.node_transfer import NodeTransfer
-from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
+from backend.disaggregation.records import Job, Message, RecordError, read_job
 from backend.disaggregation.slow_jobs import SlowJobs
 from backend.disaggregation.telling import Telling
 from backend.engine import Engine
@@ -39,25 +36,10 @@ YIELD_SECONDS = 0.001
 """For which the thread that takes jobs leaves others alone, before it says that it has."""
 SERVE_SECONDS, IDLE_SECONDS = 0.0005, 0.5
 """Between two looks at others' reads, and for pages that others may read at all."""
-LATE_SECONDS = 1000.0
-"""For which reads are served after their lease: a cut connection is given up by TCP within that time."""
 MAX_STOPPED = 4096
 """Ids of jobs that were stopped before they were taken."""
 
 Content = TypeVar("Content")
-
-
-@dataclass(slots=True)
-class _Open:
-    """A job whose pages are held here."""
-
-    job: Job
-    entry_id: bytes
-    num_told: int
-    """Leading pages of the prompt that the decode node has, or knows of."""
-    leases: list[int] = field(default_factory=list)
-    end: float = 0.0
-    """time.monotonic() at which its pages are given to others, once it is done."""
 
 
 class PrefillService:
@@ -66,18 +48,11 @@ class PrefillService:
 
     def __init__(self, engine: Engine, node: Node, transfer: NodeTransfer) -> None:
         self._engine, self._node, self._transfer = engine, node, transfer
-        self._open: dict[str, _Open] = {}
-        """By job id; the engine thread's."""
-        self._late: dict[str, tuple[str, float]] = {}
-        """Jobs whose pages went to others before their decode node said that it reads no more: which one, and until when it is believed to. Without
-        being served its reads would not end, and its own pages not come back. The engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
         self._telling = Telling(node)
+        self.held = HeldJobs(engine, node, self._telling, self._acknowledge)
         self._inheritance = Inheritance(node, self._can_do)
         self._slow = SlowJobs(self._take_slow)
-        self.results: Counter[str] = Counter()
-        """Jobs by what became of them: done, or why they failed."""
-        self.num_expired_leases = 0
         self.queue_length = 0
         """Jobs that wait for room here."""
         self.queue_seconds = 0.0
@@ -86,17 +61,11 @@ class PrefillService:
         """The greatest age of those that were taken since the last heartbeat, when they were."""
         own = {"jobs": self._take_jobs} | ({"pages": self._serve} if transfer.is_served else {})
         self._threads = [self._slow.thread, *(threading.Thread(target=run, name=name, daemon=True) for name, run in own.items())]
-        self._has_offers = threading.Event()
-        engine.hand_offs.sink = self
+        engine.hand_offs.sink = self.held
 
     @property
     def num_open(self) -> int:
-        return len(self._open) + len(self._slow)
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt tokens that are to be computed."""
-        return sum(max(0, len(r.prompt_token_ids) - r.num_computed_tokens) for r in self._engine.scheduler.open_requests())
+        return len(self.held.jobs) + len(self._slow)
 
     def start(self) -> None:
         for thread in self._threads:
@@ -104,7 +73,7 @@ class PrefillService:
 
     def stop(self) -> None:
         """After the node was."""
-        self._has_offers.set()
+        self.held.has_offers.set()
         self._slow.stop()
         for thread in self._threads:
             if thread.is_alive():
@@ -114,9 +83,9 @@ class PrefillService:
 
     def _serve(self) -> None:
         while not self._node.is_stopping:
-            self._has_offers.clear()  # before the look, so that none is missed
-            if not self._late and not any(own.leases for own in list(self._open.values())):
-                self._has_offers.wait(IDLE_SECONDS)
+            self.held.has_offers.clear()  # before the look, so that none is missed
+            if not self.held.is_read:
+                self.held.has_offers.wait(IDLE_SECONDS)
                 continue
             try:
                 self._transfer.serve(time.monotonic())
@@ -149,7 +118,7 @@ class PrefillService:
                 if any(taken):
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
-                    self._tell(job, "taken", is_urgent=False)
+                    self.held.tell(job, "taken", is_urgent=False)
                 if not self._node.is_leaving:
                     self._inheritance.take()
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
@@ -162,7 +131,7 @@ class PrefillService:
 
     def _known(self) -> set[bytes]:
         """Entries of jobs that this node has."""
-        return {own.entry_id for own in list(self._open.values())} | self._slow.entry_ids
+        return {own.entry_id for own in list(self.held.jobs.values())} | self._slow.entry_ids
 
     def _has_room(self) -> bool:
         return self._engine.room > len(self._slow)
@@ -195,9 +164,9 @@ class PrefillService:
     def _take_slow(self, entry_id: bytes, job: Job) -> None:
         taken = self._alone(self._begin, entry_id, job)
         if taken is not None:
-            self._tell(taken, "taken", is_urgent=False)
+            self.held.tell(taken, "taken", is_urgent=False)
 
-    def _alone(self, take: Callable[[bytes, Content], _Open | None], entry_id: bytes, content: Content) -> _Open | None:
+    def _alone(self, take: Callable[[bytes, Content], HeldJob | None], entry_id: bytes, content: Content) -> HeldJob | None:
         """Whatever is wrong with a job, those that came with it are taken."""
         try:
             return take(entry_id, content)
@@ -206,7 +175,7 @@ class PrefillService:
             self._acknowledge(entry_id)
             return None
 
-    def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
+    def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> HeldJob | None:
         """One job to the engine. None: it is answered here, or waits for its grammar."""
         try:
             job = read_job(fields or {})  # none: it was given out, and has gone from the stream since
@@ -223,7 +192,7 @@ class PrefillService:
     def _age_of(self, entry_id: bytes) -> float:
         return self._node.server_time() - time_of(entry_id)
 
-    def _begin(self, entry_id: bytes, job: Job) -> _Open | None:
+    def _begin(self, entry_id: bytes, job: Job) -> HeldJob | None:
         """What is too late, or wrong, is answered here: None."""
         if self._was_stopped(job, entry_id):
             return None
@@ -231,7 +200,7 @@ class PrefillService:
         if age > limit:  # whoever waits for it still hears of other prompts from here, and would go on waiting
             self._refuse(job, entry_id, "timeout", f"it waited for {age:.1f} s; the limit is {limit:g} s", "late")
             return None
-        if job.job_id in self._open:
+        if job.job_id in self.held.jobs:
             self._acknowledge(entry_id)
             return None
         if (why := self._why_not(job)) is not None:
@@ -245,11 +214,11 @@ class PrefillService:
             return None
         if job.request.grammar is not None and self._was_stopped(job, entry_id):  # which took its time
             return None
-        self._open[job.job_id] = taken = _Open(job, entry_id, job.num_cached_pages)
+        self.held.jobs[job.job_id] = taken = HeldJob(job, entry_id, job.num_cached_pages)
         try:
-            self._engine.submit_requests([job.request], lambda delta: self._note_end(job.job_id, delta))
+            self._engine.submit_requests([job.request], lambda delta: self.held.note_end(job.job_id, delta))
         except Exception as error:
-            del self._open[job.job_id]
+            del self.held.jobs[job.job_id]
             reason = "full" if isinstance(error, CapacityError) else "refused"
             self._refuse(job, entry_id, reason, f"{type(error).__name__}: {error}")
             return None
@@ -258,13 +227,13 @@ class PrefillService:
     def _was_stopped(self, job: Job, entry_id: bytes) -> bool:
         if job.job_id not in self._stopped:
             return False
-        self.results["stopped"] += 1
+        self.held.results["stopped"] += 1
         self._acknowledge(entry_id)
         return True
 
     def _refuse(self, job: Job, entry_id: bytes, reason: str, text: str, result: str = "") -> None:
         """result: what is counted here, where it is not the reason."""
-        self.results[result or reason] += 1
+        self.held.results[result or reason] += 1
         logger.warning("job %s of %s is refused: %s", job.job_id, job.sender, text)
         self._telling.tell_failed(job.sender, job.job_id, reason, text)
         self._acknowledge(entry_id)
@@ -279,103 +248,12 @@ class PrefillService:
 
         self._node.write(write, is_urgent=False)
 
-    # -- the engine's thread --------------------------------------------------------------------------------------------
-
-    def progress(self, request: Request, num_tokens: int) -> None:
-        """Tells of the full pages of so many leading tokens."""
-        if (own := self._open.get(request.request_id)) is None:
-            return
-        first, page_ids = self._offer(own, request, num_tokens // self._engine.config.page_size)
-        if page_ids:
-            self._tell(own, "pages", first_page=first, page_ids=page_ids)
-
-    def _offer(self, own: _Open, request: Request, num_pages: int) -> tuple[int, list[int]]:
-        """Holds some more pages, whatever becomes of the request -> number within the prompt of the first of them, and which."""
-        first, page_ids = own.num_told, request.page_ids[own.num_told : num_pages]
-        if page_ids:
-            own.leases.append(self._engine.scheduler.pool.lease(page_ids))
-            own.num_told += len(page_ids)
-            self._has_offers.set()
-        return first, page_ids
-
-    def done(self, request: Request, hand_off: HandOff) -> None:
-        if (own := self._open.get(request.request_id)) is None:
-            return
-        first, page_ids = self._offer(own, request, self._engine.scheduler.pool.pages_for(len(request.prompt_token_ids) + 1))
-        pages, shape = self._put_probs(own, hand_off)
-        if shape is None:  # without what they were drawn from the drafts cannot be verified
-            hand_off.outcome.next_drafts, hand_off.sources, shape = [], [], (0, 0)
-        seconds = self._node.config.lease_seconds
-        own.end, expires = time.monotonic() + seconds, self._node.server_time() + seconds
-        last: dict[str, Any] = {"first_page": first, "page_ids": page_ids, "probs_pages": pages, "probs_shape": shape}
-        self._tell(own, "done", hand_off=hand_off, expires=expires, **last)
-        self.results["done"] += 1
-
-    def _tell(self, own: _Open, kind: str, *, is_urgent: bool = True, **values: Any) -> None:
-        self._telling.tell(own.job, kind, self.num_tokens, is_urgent=is_urgent, **values)
-
-    def _put_probs(self, own: _Open, hand_off: HandOff) -> tuple[list[int], tuple[int, int] | None]:
-        """What drafts were drawn from, in pages of their own; None: there is no room."""
-        probs = hand_off.draft_probs
-        if probs is None or not len(probs):
-            return [], (0, 0)
-        store, pool = self._engine.worker.store, self._engine.scheduler.pool
-        content = probs_to_pages(probs, store.page_bytes)
-        pages = pool.allocate(len(content))
-        if pages is None:
-            return [], None
-        store.import_pages(pages, content, store.fingerprint)
-        if store.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        own.leases.append(pool.lease(pages))
-        for page in pages:
-            pool.release(page)
-        return pages, (probs.shape[0], probs.shape[1])
-
-    def _note_end(self, job_id: str, delta: Delta) -> None:
-        """The engine is through with a request. What it computed is held until it is read."""
-        if not delta.is_final or (own := self._open.get(job_id)) is None:
-            return
-        self._acknowledge(own.entry_id)
-        if own.end:
-            return
-        why = f"{type(delta.error).__name__}: {delta.error}" if delta.error is not None else f"it ended with {delta.finish_reason}"
-        self.results["failed"] += 1
-        self._telling.tell_failed(own.job.sender, job_id, "failed", why)
-        self._release(job_id)
-
-    def _release(self, job_id: str) -> None:
-        if (own := self._open.pop(job_id, None)) is not None:
-            for lease in own.leases:
-                self._engine.scheduler.pool.end_lease(lease)
-
-    def _stop_job(self, job_id: str) -> None:
-        self._engine.cancel(job_id)
-        own = self._open.get(job_id)
-        if own is not None and not own.end:  # once the engine tells of the end nothing is known of it here
-            self.results["stopped"] += 1
-            self._acknowledge(own.entry_id)
-        self._release(job_id)
-        self._late.pop(job_id, None)
-
-    def _expire(self, job_id: str) -> None:
-        """Once of each job: several signs of life may ask for it during one step, and the pages may have been read in the end."""
-        if (own := self._open.get(job_id)) is not None:
-            logger.warning("job %s: its pages were not read within %g s", job_id, self._node.config.lease_seconds)
-            self.num_expired_leases += 1
-            self._late[job_id] = own.job.sender, time.monotonic() + LATE_SECONDS
-            self._release(job_id)
-
-    def _forget_readers(self, alive: Set[str]) -> None:
-        now = time.monotonic()
-        self._late = {job_id: (sender, end) for job_id, (sender, end) in self._late.items() if sender in alive and now < end}
-
     # -- the node's threads ---------------------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> None:
         if message.kind == "stop":
             self._stopped.append(message.job_id)
-            self._call(lambda: self._stop_job(message.job_id))
+            self._call(lambda: self.held.stop(message.job_id))
 
     def on_heartbeat(self) -> None:
         """Ends leases whose time is over, and looks at the queue."""
@@ -387,15 +265,13 @@ class PrefillService:
                 self.queue_length, begun = count_waiting(self._node.redis, self._node.key("jobs", self._node.node_id))
                 oldest = self._node.server_time() - begun if self.queue_length else 0.0
         self.queue_seconds, self._taken_seconds = max(0.0, oldest, self._taken_seconds), 0.0
-        now = time.monotonic()
-        late = [job_id for job_id, own in list(self._open.items()) if own.end and now >= own.end]
-        for job_id in late:
-            self._call(lambda job_id=job_id: self._expire(job_id))  # type: ignore[misc]
+        for job_id in self.held.overdue(time.monotonic()):
+            self._call(lambda job_id=job_id: self.held.expire(job_id))  # type: ignore[misc]
         state = self._node.state
         if state.is_connected:
             self._telling.tell_again()
-        if self._late and state.is_connected:
-            self._call(lambda: self._forget_readers(state.peers.keys()))
+        if self.held.has_late and state.is_connected:
+            self._call(lambda: self.held.forget_readers(state.peers.keys()))
 
     def _call(self, action: Any) -> None:
         try:

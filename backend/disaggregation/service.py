@@ -43,7 +43,7 @@ class Disaggregation:
             methods=list(engine.config.speculative_config.loaded_methods),
             max_model_len=engine.worker.max_model_len,
             address=self._address,
-            load=self.prefill.num_tokens if self.prefill is not None else 0,
+            load=self.prefill.held.num_tokens if self.prefill is not None else 0,
             time=self.node.server_time(),
             is_leaving=self.node.is_leaving,
         )

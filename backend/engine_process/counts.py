@@ -117,12 +117,12 @@ class Counts:
                 self._count("pd_fallbacks_total", text, hand_offs.fallbacks[reason], reason=reason)
         if nodes.prefill is not None:
             for result in RESULTS:
-                self._count("pd_jobs_total", "Prompts computed for other nodes, by result", nodes.prefill.results[result], result=result)
+                self._count("pd_jobs_total", "Prompts computed for other nodes, by result", nodes.prefill.held.results[result], result=result)
             self._gauge("pd_jobs", "Prompts of other nodes whose pages are held", nodes.prefill.num_open)
-            self._gauge("pd_prefill_tokens", "Prompt tokens that are to be computed", nodes.prefill.num_tokens)
+            self._gauge("pd_prefill_tokens", "Prompt tokens that are to be computed", nodes.prefill.held.num_tokens)
             self._gauge("pd_queue_seconds", "Greatest age of jobs that wait, or were taken lately", nodes.prefill.queue_seconds)
             self._gauge("pd_queue_jobs", "Jobs in this node's queue that nobody has taken", nodes.prefill.queue_length)
-            self._count("pd_expired_leases_total", "Prompts whose pages nobody came for", nodes.prefill.num_expired_leases)
+            self._count("pd_expired_leases_total", "Prompts whose pages nobody came for", nodes.prefill.held.num_expired_leases)
 
     def _tell(self, count: Count) -> None:
         key = count.name, count.labels

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, has_part, made_for, refuse_windows
+from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, refuse_windows
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
@@ -192,10 +192,7 @@ def _read_markov(place: Place, *, is_spark: bool, is_anchor_sampled: bool, defau
 
 def _read_tapped_layers(values: Values, section: Values, count: int) -> tuple[int, ...]:
     """The layers of the target, `count` in all, whose inputs are taken: the authors name those whose output it is (-1: the embedding)."""
-    # Layers of another model may happen to fit, and hardly a draft would be right.
-    for place in (values, section):
-        if place.has("num_target_layers") and place.integer("num_target_layers", 1024) != count:
-            raise place.refuse("num_target_layers", f"{count}, as many as the target has")
+    check_target_layers((values, section), count)
     for place, key, offset in (
         (values, "aux_hidden_state_layer_ids", 0),
         (section, "target_layer_ids", 1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
     values: of `merge_config`. Raises ModelError.
     """
     _check_type(values, "eagle")
+    check_target_layers((values,), num_target_layers)
     refuse_windows(values)
     if values.flag("layernorms"):
         raise values.refuse("layernorms", "false: speculators' EAGLE with norms is not supported")
@@ -123,6 +124,7 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
     _check_type(values, "eagle3", "peagle")
     refuse_windows(values)
     section = values.section("eagle_config")
+    check_target_layers((values, section), num_target_layers)
     for place in (section, values):
         if not place.flag("use_aux_hidden_state", default=True):
             raise place.refuse("use_aux_hidden_state", "true: the drafter takes states of several layers")
@@ -158,6 +160,13 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
         mask_token_id=read_mask_token(values, vocab_size),
         mask_hidden=f"{prefix}mask_hidden",
     )
+
+
+def check_target_layers(places: Iterable[Values], count: int) -> None:
+    """Raises ModelError for a drafter of a target with other than `count` layers: its weights may fit, and hardly a draft would be right."""
+    for place in places:
+        if place.has("num_target_layers") and place.integer("num_target_layers", 1024) != count:
+            raise place.refuse("num_target_layers", f"{count}, as many as the target has")
 
 
 def read_mask_token(values: Values, vocab_size: int) -> int | None:

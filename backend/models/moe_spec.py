@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -9,9 +10,13 @@ from backend.models.spec import DecoderSpec, LayerSpec, MlpSpec, Projection, Wei
 from backend.models.values import Values
 
 MAX_EXPERTS = 4096
+UNFUSED = "save the model with a weight for each expert's projection, as transformers does by default"
+"""What is to be done where fused experts cannot be taken."""
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 FUSED_NAMES = ("gate_up_proj", "down_proj")
 """Of all experts in one weight, as transformers 5 holds them; it writes them so where save_original_format is false, or where it has them on disk."""
+FUSED_PART = re.compile(rf"\.experts\.(?:{'|'.join(FUSED_NAMES)})[._]")
+"""In the name of a tensor that such weights have beside them, or instead, where they are quantized."""
 RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics."))
 """Other names that it has then."""
 
@@ -137,26 +142,26 @@ def read_sparse_layers(values: Values, num_layers: int) -> Callable[[int], bool]
 
 def settle_fused(spec: DecoderSpec, names: Container[str]) -> DecoderSpec:
     """The model, whose experts a checkpoint of these weights may have in one weight for all."""
+    return replace(spec, layers=tuple(settle_fused_layer(layer, names) for layer in spec.layers))
 
+
+def settle_fused_layer(layer: LayerSpec, names: Container[str]) -> LayerSpec:
     def rename(name: str, ending: str = "") -> str:
         for old, new in RENAMED:
             if (renamed := name.replace(old, new)) + ending in names:
                 return renamed
         return name
 
-    def settle(layer: LayerSpec) -> LayerSpec:
-        mlp, first = layer.mlp, f".{FUSED_NAMES[0]}"
-        if not isinstance(mlp, MoeSpec):
-            return layer
-        prefix = rename(mlp.prefix, first)
-        if prefix + first not in names:
-            return layer
-        router = replace(mlp.router, gate=replace(mlp.router.gate, name=rename(mlp.router.gate.name, ".weight")))
-        if router.correction is not None:
-            router = replace(router, correction=rename(router.correction))
-        return replace(layer, mlp=replace(mlp, router=router, prefix=prefix, is_fused=True))
-
-    return replace(spec, layers=tuple(map(settle, spec.layers)))
+    mlp, first = layer.mlp, f".{FUSED_NAMES[0]}"
+    if not isinstance(mlp, MoeSpec):
+        return layer
+    prefix = rename(mlp.prefix, first)
+    if prefix + first not in names:
+        return layer
+    router = replace(mlp.router, gate=replace(mlp.router.gate, name=rename(mlp.router.gate.name, ".weight")))
+    if router.correction is not None:
+        router = replace(router, correction=rename(router.correction))
+    return replace(layer, mlp=replace(mlp, router=router, prefix=prefix, is_fused=True))
 
 
 def settle_shared(spec: DecoderSpec, names: Iterable[str]) -> DecoderSpec:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 
+from backend.models.moe_spec import settle_fused_layer
 from backend.models.spec import LayerSpec, Projection, WeightList
 from backend.models.values import Values
 
@@ -43,6 +44,10 @@ class MtpSpec:
             weights.add(layer.projection)
             weights.optional += [{name: (self.vocab_size, self.hidden_size)} for name in layer.repeated]
             layer.decoder.list_weights(weights)
+
+    def settle_fused(self, names: Container[str]) -> MtpSpec:
+        """With experts in one weight for all where a checkpoint of these weights has them so."""
+        return replace(self, layers=tuple(replace(layer, decoder=settle_fused_layer(layer.decoder, names)) for layer in self.layers))
 
 
 def read_modules(

@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ModelError
-from backend.model_files import is_named, read_json
+from backend.model_files import MODELOPT_FILE, OLD_QUANTIZATION_FILES, QUANTIZATION_KEYS, find_quantization_file, read_json
 from backend.models.quantized_spec import FP8, CheckpointQuantization, Layout
 from backend.models.values import Values
 
-KEYS = ("quantization_config", "compression_config")
-FILE = "hf_quant_config.json"
-"""Beside config.json, where ModelOpt writes what others write in it."""
-OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where AutoGPTQ and AutoAWQ did, before transformers read their checkpoints."""
 CLASS = "Linear"
 """What compressed-tensors' targets call projections in general."""
 E4M3 = "F8_E4M3"
@@ -37,20 +32,20 @@ MIXED = "MIXED_PRECISION"
 
 def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Path) -> CheckpointQuantization | None:
     """How the checkpoint beside config.json is quantized; None: it is not. Raises ModelError."""
-    where, path = f"{directory}/config.json", Path(directory) / FILE
-    for key in KEYS:
+    where = f"{directory}/config.json"
+    for key in QUANTIZATION_KEYS:
         if not (found := Values(config, where).section(key)).is_empty:
             return _read(found)
-    if is_named(path):
-        values = Values(read_json(path), str(path)).section("quantization")
-        if not values.names("quant_algo") or values.has("quant_algo"):
-            return dataclasses.replace(_read_modelopt(values), cache=_read_cache(values))
-        cache = _read_cache(values)
-        return None if cache is None else CheckpointQuantization("modelopt", lambda name: None, cache, has_weights=False)
-    for file, method in OLD_FILES.items():
-        if is_named(path := Path(directory) / file):
-            return _read(Values({"quant_method": method} | read_json(path), str(path)))
-    return None
+    path = find_quantization_file(config, Path(directory))
+    if path is None:
+        return None
+    if path.name != MODELOPT_FILE:
+        return _read(Values({"quant_method": OLD_QUANTIZATION_FILES[path.name]} | read_json(path), str(path)))
+    values = Values(read_json(path), str(path)).section("quantization")
+    if not values.names("quant_algo") or values.has("quant_algo"):
+        return dataclasses.replace(_read_modelopt(values), cache=_read_cache(values))
+    cache = _read_cache(values)
+    return None if cache is None else CheckpointQuantization("modelopt", lambda name: None, cache, has_weights=False)
 
 
 def _read(values: Values) -> CheckpointQuantization:

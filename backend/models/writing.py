@@ -18,10 +18,22 @@ from safetensors import SafetensorError
 from backend.drafter_checks import list_drafter_weights
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_model
-from backend.model_files import INDEX_FILE, TEMPLATES, find_weights, is_named, open_weights, read_config, read_json
+from backend.model_files import (
+    INDEX_FILE,
+    MODELOPT_FILE,
+    OLD_QUANTIZATION_FILES,
+    QUANTIZATION_KEYS,
+    TEMPLATES,
+    find_weights,
+    is_named,
+    open_weights,
+    read_config,
+    read_json,
+)
 from backend.models.eagle_spec import has_part
 from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
-from backend.models.quantized_config import CLASS, FILE, KEYS, OLD_FILES, read_checkpoint_quantization
+from backend.models.moe_spec import UNFUSED
+from backend.models.quantized_config import CLASS, read_checkpoint_quantization
 from backend.models.quantized_spec import FP8
 from backend.models.shards import ShardWriter, check_new, new_folder
 from backend.models.spec import WeightList
@@ -35,7 +47,7 @@ MAX_FILE_BYTES = 2**28
 KEPT = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".md")
 KEPT_NAMES = ("tokenizer", "LICENSE", "NOTICE", "USE_POLICY")
 """What else belongs to a checkpoint begins so: tokenizer.model.v3, licences."""
-NOT_KEPT = (INDEX_FILE, "config.json", FILE, *OLD_FILES)
+NOT_KEPT = (INDEX_FILE, "config.json", MODELOPT_FILE, *OLD_QUANTIZATION_FILES)
 """Written anew, or said by config.json from now on."""
 CODE = "auto_map"
 """Where a file names a model's own code, which transformers runs. Other code, such as Triton's model.py, is not the checkpoint's."""
@@ -67,8 +79,8 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
             shutil.copyfile(path, copy)
         plain = _write_weights(find_weights(directory), out, schemes)
         described = _describe(schemes, plain) | ({"kv_cache_scheme": CACHE} if found is not None and found.cache == FP8 else {})
-        own = {key: value for key, value in read_json(directory / "config.json").items() if key not in KEYS}
-        (out / "config.json").write_text(f"{json.dumps(own | {KEYS[0]: described}, indent=2)}\n", "utf-8")
+        own = {key: value for key, value in read_json(directory / "config.json").items() if key not in QUANTIZATION_KEYS}
+        (out / "config.json").write_text(f"{json.dumps(own | {QUANTIZATION_KEYS[0]: described}, indent=2)}\n", "utf-8")
 
 
 def _find_files(directory: Path) -> list[Path]:
@@ -91,12 +103,13 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed := config.get("architectures"), list) else []
     head = None
     is_joined = any(has_part(part, find_weights(directory)) for part in JOINS)  # EAGLE's authors give drafters their target's architecture
+    held = find_weights(directory)
     if any(name in known for name in names for known in (ARCHITECTURES, OLDER_NAMES, WITH_IMAGES)) and not is_joined:
         spec = check_model(directory)
         spec.list_weights(weights)
         for name in names:
             if name in DRAFTERS and config.get("num_nextn_predict_layers"):
-                weights.add_known(DRAFTERS[name](Values(config, f"{directory}/config.json")))
+                weights.add_known(DRAFTERS[name](Values(config, f"{directory}/config.json")).settle_fused(held))
         if quantization.head_quant_type is not None:
             if spec.is_tied:
                 raise ConfigError(
@@ -108,10 +121,8 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
         if quantization.head_quant_type is not None:
             raise ConfigError(f"quantization.head_quant_type: {directory} is a drafter, whose head is its target's")
     kinds = {"dense": quantization.dense_quant_type, "moe": quantization.moe_quant_type}
-    held = find_weights(directory)
     if fused := [name for name, kind in weights.rounded.items() if name in held and kinds[kind] is not None]:
-        rule = "is not rounded: save the model with a weight for each expert's projection, as transformers does by default"
-        raise ModelError(f"{directory}: weight {fused[0]}, of all experts, {rule}")
+        raise ModelError(f"{directory}: weight {fused[0]}, of all experts, is not rounded: {UNFUSED}")
     schemes = {name: scheme for name, kind in weights.rounded.items() if (scheme := kinds[kind]) is not None and f"{name}.weight" in held}
     if head is not None and quantization.head_quant_type is not None:
         schemes[head] = quantization.head_quant_type

@@ -76,15 +76,13 @@ def shapes_to_capture(batches: Sequence[int], widths: Iterable[int], drafts: Seq
     ]
 
 
-def phases_of(shape: StepShape, *, has_model: bool, num_held: int = 0) -> list[list[Phase]]:
+def phases_of(shape: StepShape, *, has_model: bool) -> list[list[Phase]]:
     """The graphs of a step's forward, of its verdict, and of its drafting, if it drafts. has_model: the step's model drafter has something to
-    compute; num_held: drafts of a request that distributions are held of (`Distributions.num_held`)."""
+    compute."""
     batch, queries, trees = shape.batch, shape.num_queries, shape.has_trees
-    # A graph reads of those that were held when it was captured: of others it would take drafts for such as nothing could be drawn instead of.
-    held = num_held if Options.REJECTION in shape.options else 0
     phases: list[list[Phase]] = [
         [("forward", batch, queries, (shape.has_prefixes, trees))],
-        [("decide", batch, queries, (shape.options, trees, held))],
+        [("decide", batch, queries, (shape.options, trees))],
     ]
     drafting: list[Phase] = [("advance", batch, queries, (trees,))] if has_model else []
     if shape.num_model_drafts or shape.has_lookup or shape.reports_drafts:

@@ -18,40 +18,32 @@ Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Of each request: emitted [B, K + 1], num_emitted [B] and num_accepted [B], as `ops.verify_drafts` gives them."""
 
 
+def count_held(config: SpeculativeConfig) -> int:
+    """Leading drafts of a request whose distributions are kept: as many as its model drafts where the request chooses nothing. Trees have none."""
+    return (config.num_model_steps or 1) if config.model_method and config.tree is None else 0
+
+
 class Distributions:
-    """What some drafts were drawn from: [S, V] float32 by draft number, kept on the device."""
+    """What some drafts were drawn from: [H][S, V] float32 by draft number, kept on the device. All are made at the start: graphs hold the addresses,
+    and memory that is counted then cannot be lacking later. Drafts behind them count as certain ones, which keeps the target's distribution."""
 
-    def __init__(self, table: RequestState, config: SpeculativeConfig, num_model_drafts: int) -> None:
-        """num_model_drafts: drafts of a model that a request may have; 0: all drafts are certain."""
+    def __init__(self, table: RequestState, config: SpeculativeConfig) -> None:
         self._table, self._config = table, config
-        self._drawn_from: list[torch.Tensor] = []
+        self._drawn_from = [torch.zeros(table.size, table.vocab_size, device=table.device) for _ in range(count_held(config))]
         self.num_drawn = torch.zeros(table.size, dtype=torch.int32, device=table.device)
-        """[S]: so many leading drafts were drawn; the others are certain."""
-        if table.device.type == "cuda":
-            self._reserve(num_model_drafts)  # graphs hold the addresses, and memory that is counted now cannot be lacking later
-
-    @property
-    def num_held(self) -> int:
-        """Drafts of a request that distributions are held of: more once some request has more. Graphs know of those that there were."""
-        return len(self._drawn_from)
-
-    def _reserve(self, num_drafts: int) -> None:
-        table = self._table
-        while len(self._drawn_from) < num_drafts:
-            self._drawn_from.append(torch.zeros(table.size, table.vocab_size, device=table.device))
+        """[S]: so many leading drafts were drawn, of which those behind the kept ones count as certain, like the others."""
 
     @torch.inference_mode()
     def put(self, index: int, probs: torch.Tensor) -> None:
         """What the leading drafts of a request, made outside the step, were drawn from [k, V]."""
-        self._reserve(len(probs))
-        for number, row in enumerate(probs):
-            self._drawn_from[number][index] = row.to(self._table.device)
+        for own, row in zip(self._drawn_from, probs):
+            own[index] = row.to(self._table.device)
         self.num_drawn[index] = len(probs)
 
     def get(self, index: int) -> torch.Tensor:
-        """What the leading drafts that a request has now were drawn from [k, V], on the host."""
-        count = int(self.num_drawn[index])
-        return torch.stack([own[index] for own in self._drawn_from[:count]]).cpu() if count else torch.empty(0, self._table.vocab_size)
+        """What the leading drafts that a request has now were drawn from [k, V], on the host; of those that it is kept of."""
+        kept = [own[index] for own in self._drawn_from[: int(self.num_drawn[index])]]
+        return torch.stack(kept).cpu() if kept else torch.empty(0, self._table.vocab_size)
 
     def verify(
         self,
@@ -118,14 +110,15 @@ class Distributions:
     def draw(self, logits: torch.Tensor, indices: torch.Tensor, chosen: torch.Tensor, number: int, options: Options) -> torch.Tensor:
         """The model's draft `number` [B] int32 of logits [B, V]: as these strategies have it, and `chosen` for the other requests.
 
-        `rejection`: drawn, with noise of its own, from a distribution that is kept for the next step. `topp`: the likeliest.
+        `rejection`: drawn, with noise of its own, from a distribution that is kept for the next step. `topp`, and `rejection` past those that are
+        kept: the likeliest.
         """
         table, indices = self._table, indices.long()
-        flags = table.flags[indices]
-        if options & Options.TOP_P:
-            chosen = torch.where(flags & IS_TOP_P != 0, ops.argmax(logits).int(), chosen)
-        if options & Options.REJECTION:
-            self._reserve(number + 1)
+        flags, is_kept = table.flags[indices], number < len(self._drawn_from)
+        likeliest = IS_TOP_P if is_kept else IS_TOP_P | IS_REJECTION
+        if options & Options.TOP_P or not is_kept:
+            chosen = torch.where(flags & likeliest != 0, ops.argmax(logits).int(), chosen)
+        if options & Options.REJECTION and is_kept:
             probs = self._distribution(logits, indices, options)
             drawn = ops.draw_tokens(probs, table.seeds[indices], table.num_tokens[indices] + number, ops.DRAFT_STREAM)
             self._drawn_from[number].index_copy_(0, indices, probs)
@@ -154,7 +147,7 @@ class Distributions:
         drawn_from = drafts.new_zeros(len(indices), count, self._table.vocab_size, dtype=torch.float32)
         for number in range(min(count, len(known))):
             drawn_from[:, number] = known[number][indices]
-        is_certain = torch.arange(count, device=drafts.device) >= num_drawn[:, None]
+        is_certain = torch.arange(count, device=drafts.device) >= num_drawn.clamp(max=len(known))[:, None]
         drawn_from.masked_fill_(is_certain[:, :, None], 0.0)
         return drawn_from.scatter_add_(2, drafts.long()[:, :, None], is_certain.float()[:, :, None])
 

@@ -180,8 +180,7 @@ class Graphs:
         return running
 
     def _phases(self, shape: StepShape) -> list[list[Phase]]:
-        program = self._program
-        return phases_of(shape, has_model=program.drafting.asks_model(shape), num_held=program.distributions.num_held)
+        return phases_of(shape, has_model=self._program.drafting.asks_model(shape))
 
     def _begin_with_prompts(self, running: Running, shape: StepShape) -> None:
         """What reads all rows of a step with prompts: its forward, and the model drafter's."""

@@ -14,7 +14,7 @@ from backend.config import EngineConfig
 from backend.errors import ConfigError
 from backend.kv_store import CacheSpec, count_page_bytes
 from backend.models import Model
-from backend.step.distributions import MAX_ROWS
+from backend.step.distributions import MAX_ROWS, count_held
 from backend.step.pieces import most_captured_rows
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ class StepNeeds:
     dtype: torch.dtype
     max_model_len: int
     max_num_batched_tokens: int
-    has_drafter: bool
-    """In the step."""
 
 
 def mask_shape(config: EngineConfig, vocab_size: int) -> tuple[int, int]:
@@ -83,7 +81,6 @@ def _count_working_memory(config: EngineConfig, needs: StepNeeds) -> int:
     state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * needs.max_model_len) + GRAPHS_BYTES
     # Whole distributions are held for some rows at a time; float32 logits beside the model's own where penalties ask for them.
     logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY
-    drawn = (speculative.num_model_steps or 1) if needs.has_drafter and speculative.tree is None else 0
     written = 2 * model.num_written_weights * size  # eagerly, and in graphs
     masks = 4 * math.prod(mask_shape(config, model.vocab_size))
-    return activations + written + logits + masks + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
+    return activations + written + logits + masks + state + count_held(speculative) * (config.max_batch_size + 1) * model.vocab_size * 4

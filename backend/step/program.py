@@ -62,8 +62,7 @@ class Program:
         self._cache: list[tuple[torch.Tensor, ...]] = [tuple(planes[i : i + count]) for i in range(0, len(planes), count)]
         self._tap = store.rows(HIDDEN) if HIDDEN in store.specs else None
         self._policy = {"accept_all": Policy.ACCEPT_ALL, "reject_all": Policy.REJECT_ALL}.get(config.accept_policy, Policy.NORMAL)
-        most = (config.num_model_steps or 1) if drafter is not None and config.tree is None else 0
-        self.distributions = Distributions(table, config, most)
+        self.distributions = Distributions(table, config)
         self.bad_words = BadWords(table)
         self._attending = Attending(page_table, store.page_size, max_model_len, dtype, model.heads)
         self._tapes = find_tapes(model, dtype, table.device)

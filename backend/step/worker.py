@@ -21,6 +21,7 @@ from backend.model_files import fingerprint
 from backend.models import Model, load_model
 from backend.models.cache_scales import scale_cache
 from backend.parallel.ranks import Ranks
+from backend.request_speculation import resolve
 from backend.step.draft_masks import Grammars
 from backend.step.graphs import Graphs, Running
 from backend.step.memory import StepNeeds, count_pages, mask_shape
@@ -141,7 +142,7 @@ class Worker:
         drafter = step_drafter_identity(config)
         identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank, **scales}
         self._mask_shape = mask_shape(config, self.model.vocab_size)
-        needs = StepNeeds(self.model, self.dtype, self.max_model_len, self.max_num_batched_tokens, has_drafter=self.drafter is not None)
+        needs = StepNeeds(self.model, self.dtype, self.max_model_len, self.max_num_batched_tokens)
         num_pages = ranks.least(count_pages(config, specs, needs, self.device), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:
@@ -168,7 +169,7 @@ class Worker:
         if self.graphs is None:
             return
         speculative = self._config.speculative_config
-        own = speculative.resolve(None)
+        own = resolve(speculative, None)
         place = find_place(make_placements(speculative, has_step_drafter=self.drafter is not None), own)
         num_model = min(own.num_model_steps, self.drafter.max_drafts) if place.has_model and self.drafter is not None else 0
         counts, drafts = steps_to_capture(own, place, own.num_nodes or num_model)

@@ -41,6 +41,10 @@ def _url(text: str) -> str:
 def _name(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"a model's name has characters, got {text!r:.100}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"a model's name must be UTF-8, which answers are written in, got {text!r:.100}") from None
     return text
 
 

@@ -22,6 +22,9 @@ logger = logging.getLogger("foretoken.gateway")
 
 BODY_SECONDS = 30.0
 """A body must arrive whole within this time."""
+MAX_COMMAS = 2**20
+"""Of a body: its values are at most one more, token ids among them. They are read with nobody else's requests going on, a million in half a second;
+texts with as many would be prompts of as many tokens."""
 PATHS = frozenset(
     (
         "/", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses",
@@ -171,7 +174,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimit:
-    """Refuses bodies that are compressed, or too large, as soon as that is known, and those that do not come."""
+    """Refuses bodies that are compressed, too large, or of too many values, as soon as that is known, and those that do not come."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -190,7 +193,7 @@ class BodyLimit:
         if length.isdigit() and int(length) > self._max_bytes:
             await refuse(self._too_large(f"{length} bytes"), scope, receive, send)
             return
-        received, is_whole, is_late = 0, False, False
+        received, num_commas, is_whole, is_late = 0, 0, False, False
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
 
@@ -202,7 +205,7 @@ class BodyLimit:
         timer: asyncio.TimerHandle | None = None
 
         async def receive_within_limits() -> Message:
-            nonlocal received, is_whole, timer
+            nonlocal received, num_commas, is_whole, timer
             if is_whole:
                 return await receive()
             try:
@@ -213,15 +216,20 @@ class BodyLimit:
                 if not is_late:
                     raise
                 raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout") from None
-            received += len(message.get("body", b""))
+            body = message.get("body", b"")
+            received, num_commas = received + len(body), num_commas + body.count(b",")
             is_whole = not message.get("more_body", False)
-            is_too_large = received > self._max_bytes
-            if is_whole or is_too_large:
+            error = None
+            if received > self._max_bytes:
+                error = self._too_large(f"more than {self._max_bytes} bytes")
+            elif num_commas > MAX_COMMAS:
+                error = ApiError(413, f"the body has more than {MAX_COMMAS} commas, the limit of values (token ids, say) in one", "request_too_large")
+            if is_whole or error is not None:
                 timer.cancel()
-            if is_too_large:
+            if error is not None:
                 if not is_whole:
                     await _discard(receive)
-                raise self._too_large(f"more than {self._max_bytes} bytes")
+                raise error
             return message
 
         try:
