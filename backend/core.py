@@ -132,6 +132,8 @@ class Request:
     prediction_ids: tuple[int, ...] = ()
     """What the answer is expected to be like: drafts are looked up there."""
     arrival: int = 0
+    num_tokens_after_step: int = 0
+    """Past those of a step, for what a drafter makes at its end."""
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output. The last one is never in the KV cache."""
     num_computed_tokens: int = 0

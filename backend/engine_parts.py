@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backend.config import EngineConfig
+from backend.core import Request
 from backend.drafters import Drafters, cost_class, count_block_rows, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError
@@ -53,10 +54,15 @@ def load_parts(config: EngineConfig, ranks: Ranks, draft_service: DraftService |
         max_model_drafts=worker.drafter.max_drafts if worker.drafter is not None else 0,
     )
     drafters.attach(worker.store)
+
+    def count_after_step(request: Request) -> int:
+        num_model = request.speculation.num_model_steps if drafters.place(request).has_model else 0
+        return count_tokens_after_step(speculative, worker.drafter, num_model)
+
     scheduler = Scheduler(
         num_pages=worker.store.num_pages,
         page_size=config.page_size,
-        num_tokens_after_step=count_tokens_after_step(speculative, worker.drafter),
+        count_tokens_after_step=count_after_step,
         max_batch_size=config.max_batch_size,
         max_num_batched_tokens=worker.max_num_batched_tokens,
         max_model_len=worker.max_model_len,

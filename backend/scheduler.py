@@ -50,10 +50,10 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int,
         enable_prefix_caching: bool = True,
-        num_tokens_after_step: int = 0,
+        count_tokens_after_step: Callable[[Request], int] = lambda request: 0,
         whole_rows: Callable[[int], int] | None = None,
     ) -> None:
-        """num_tokens_after_step: pages are held for that many tokens past those of a step, for a drafter that runs at its end.
+        """count_tokens_after_step: pages of a request are held for that many tokens past those of a step, for a drafter that runs at its end.
 
         whole_rows: the most rows of a step with prompts, its requests that decode among them, that are worth having, of no more than so many; None:
         any number is.
@@ -67,7 +67,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self._num_tokens_after_step = num_tokens_after_step
+        self._count_tokens_after_step = count_tokens_after_step
         self._whole_rows = whole_rows
         self.running: list[Request] = []  # by (priority, arrival)
         self._requests: dict[str, Request] = {}
@@ -107,7 +107,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r:.100} is in use")
         self.limits.check_room(1, self.num_open)
-        request.arrival = self._arrivals
+        request.arrival, request.num_tokens_after_step = self._arrivals, self._count_tokens_after_step(request)
         self._arrivals += 1
         self._requests[request.request_id] = request
         self._waiting.push([request])
@@ -160,10 +160,11 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
-        size, after = self.pool.page_size, self._num_tokens_after_step
+        size = self.pool.page_size
         for request, room in decoding:
             if batch.preempted and request in batch.preempted:
                 continue
+            after = request.num_tokens_after_step
             # The step's own token comes on top of the drafts. A prompt's step verifies none.
             is_first = not request.num_steps_ahead and request.num_output_tokens == 0
             drafts = 0 if is_first else min(request.speculation.max_drafts, room - 1)
@@ -283,7 +284,7 @@ class Scheduler:
 
     def _num_fetched_pages(self, request: Request) -> int:
         """Of the prompt, and of its first token for a drafter that has seen it at the step's end."""
-        known = len(request.prompt_token_ids) + min(1, self._num_tokens_after_step)
+        known = len(request.prompt_token_ids) + min(1, request.num_tokens_after_step)
         return self.pool.pages_for(min(known, self.max_model_len))
 
     def take_first(self, request: Request) -> Scheduled:
@@ -319,7 +320,7 @@ class Scheduler:
         match = Match()
         if self.prefix_cache is not None and not request.scores_prompt:
             match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1, request.prompt_hashes)
-        wanted = min(len(request.token_ids) + self._num_tokens_after_step, self.max_model_len, self.pool.num_pages * self.pool.page_size)
+        wanted = min(len(request.token_ids) + request.num_tokens_after_step, self.max_model_len, self.pool.num_pages * self.pool.page_size)
         count = self.pool.pages_for(wanted) - len(match.page_ids)
         if not self.pool.can_take(match.page_ids, count):
             return False
@@ -387,7 +388,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         """Pages past what is computed, and past what steps under way may write."""
         # The newest token is not computed, but a drafter at the step's end has seen it: what it keeps of it is in its page.
-        after = self._num_tokens_after_step
+        after = request.num_tokens_after_step
         ahead = request.num_tokens_ahead + after if request.num_steps_ahead else min(after, 1)
         if request.num_computed_tokens + ahead <= (len(request.page_ids) - 1) * self.pool.page_size:
             keep = self.pool.pages_for(request.num_computed_tokens + ahead)

@@ -157,6 +157,16 @@ def test_a_model_that_drafts_for_itself_is_always_right(sampling: dict[str, Any]
     llm.engine.scheduler.check()
 
 
+def test_a_request_that_wants_more_drafts_than_the_server_has_pages_for_them(target: Path) -> None:
+    """What a draft past its pages is made of would be lost, and the drafts after it wrong."""
+    llm = serve(target, method="draft_model", model=str(target), num_speculative_tokens=1)
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+    (result,) = llm.generate([{"prompt_token_ids": random_tokens(9)}], params, speculative={"num_speculative_tokens": 12}, use_tqdm=False)
+    stats = result.outputs[0].stats
+    assert stats.accepted == stats.drafted > 30 and len(stats.accepted_per_position) == 12
+    assert llm.engine.scheduler.pool.num_held == 0
+
+
 @pytest.fixture(scope="module")
 def foreign(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[int, int]]:
     """A model whose tokenizer is of the SentencePiece kind; and the target's ids of its tokens, where it has those."""

@@ -103,7 +103,7 @@ class World:
             max_model_len=self.max_model_len,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.caching,
-            num_tokens_after_step=self.num_after,
+            count_tokens_after_step=lambda request: self.num_after,
             whole_rows=lambda count: count - count % self.row_unit,
         )
         self.kv = [[-1] * self.page_size for _ in range(self.num_pages)]

@@ -131,11 +131,11 @@ def _load_recurrent(config: EngineConfig, target: Model, dtype: torch.dtype, dev
     return Mtp(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks)
 
 
-def count_tokens_after_step(config: SpeculativeConfig, drafter: StepDrafter | None) -> int:
-    """Tokens past those of a step that a drafter at its end needs pages for."""
+def count_tokens_after_step(config: SpeculativeConfig, drafter: StepDrafter | None, num_model: int) -> int:
+    """Tokens past those of a step that a drafter at its end needs pages for; num_model: drafts of it that a request wants, maybe more than others."""
     if drafter is None:
         return 0
-    steps, block = config.num_model_steps or 1, drafter.block
+    steps, block = max(config.num_model_steps or 1, min(num_model, drafter.max_drafts)), drafter.block
     if config.tree is not None and drafter.attends_drafts:
         return max(1, sum(config.tree.computed_by_depth))
     return steps if block is None else max(steps, block.first + block.count_rows(steps))
