@@ -44,12 +44,19 @@ END_SECONDS = 1.0
 
 
 class AsyncClient:
-    """Completes prompts on a running server; all streams share one connection."""
+    """Completes prompts on a running server; all streams share one connection, which is of the event loop of the first request.
+
+    After `close` its requests, those under way too, raise GenerateError; in another event loop, RuntimeError.
+    """
 
     def __init__(self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
+        self.url = url
         self.model = model
         self.inactivity_timeout = inactivity_timeout
-        self._connection = triton_aio.InferenceServerClient(url, channel_args=without_proxy(CHANNEL_OPTIONS, url))
+        self._connection: triton_aio.InferenceServerClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The connection's."""
+        self._is_closed = False
         self._endings: set[asyncio.Task[None]] = set()
         self._signs = SignsOfLife(listening_time)
 
@@ -60,9 +67,32 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
+        self._is_closed = True
+        if self._connection is None or self._loop is None or self._loop.is_closed():
+            return
+        self._check_loop()
         if self._endings:
             await asyncio.wait(self._endings, timeout=END_SECONDS)
         await self._connection.close()
+
+    def _connect(self, whose: str) -> triton_aio.InferenceServerClient:
+        """The connection. whose: what it is for. Not made by `__init__`: clients are made before there is a loop, too."""
+        if self._is_closed:
+            raise GenerateError(f"{whose}: the client is closed", "UNAVAILABLE")
+        if self._connection is None:
+            self._loop = asyncio.get_running_loop()
+            self._connection = triton_aio.InferenceServerClient(self.url, channel_args=without_proxy(CHANNEL_OPTIONS, self.url))
+        self._check_loop()
+        return self._connection
+
+    def _check_loop(self) -> None:
+        if self._loop is not asyncio.get_running_loop():
+            raise RuntimeError("an AsyncClient is of the event loop of its first request: in another loop, make another client")
+
+    def _check_not_closed(self, whose: str) -> None:
+        """Of what was cancelled: by `close`, which gRPC tells in the same way as that the task was."""
+        if self._is_closed and not _is_task_cancelled():
+            raise GenerateError(f"{whose}: the client was closed before the answer was whole", "UNAVAILABLE") from None
 
     async def generate(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> list[Completion]:
         """The n completions of a prompt (text or token ids), whole. Raises GenerateError."""
@@ -90,13 +120,13 @@ class AsyncClient:
         self, inputs: list[Any], request_id: str, model: str, limit: float, keep_alives: bool = False, is_patient: bool = True
     ) -> AsyncGenerator[Chunk, None]:
         """is_patient: a server that sends to other streams is given more time."""
-        is_done = asyncio.Event()
+        connection, is_done = self._connect(f"request {request_id!r}"), asyncio.Event()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
             yield {"model_name": model, "inputs": inputs, "request_id": request_id}
             await is_done.wait()  # the stream stays open until the answer is whole
 
-        responses = self._connection.stream_infer(requests())
+        responses = connection.stream_infer(requests())
         watch = Watch(limit, responses.cancel, (lambda silence: self._signs.seconds_left(model, silence, limit)) if is_patient else None)
         try:
             while not is_done.is_set():
@@ -108,6 +138,7 @@ class AsyncClient:
                     raise GenerateError(f"request {request_id!r}: the server ended the stream early", "UNAVAILABLE") from None
                 except asyncio.CancelledError:
                     if not watch.has_fired:
+                        self._check_not_closed(f"request {request_id!r}")
                         raise
                     raise GenerateError(say_silent(request_id, limit, watch.silence), "TIMEOUT") from None
                 if error is not None:
@@ -137,8 +168,8 @@ class AsyncClient:
 
     async def infer(self, model: str, **values: Any) -> dict[str, list[Any]]:
         """The outputs of a model that gives one response, by name; text as bytes. Raises GenerateError."""
-        limit = self.inactivity_timeout
-        call = asyncio.ensure_future(self._connection.infer(model, make_inputs(values), client_timeout=max(limit, BUSY_SECONDS) + LATE_SECONDS))
+        limit, inputs = self.inactivity_timeout, make_inputs(values)
+        call = asyncio.ensure_future(self._connect(model).infer(model, inputs, client_timeout=max(limit, BUSY_SECONDS) + LATE_SECONDS))
         watch = Watch(limit, call.cancel, lambda silence: self._signs.seconds_left(model, silence, limit))
         watch.resume()
         try:
@@ -147,6 +178,7 @@ class AsyncClient:
             raise read_error("", error) from None
         except asyncio.CancelledError:
             if not watch.has_fired:
+                self._check_not_closed(model)
                 raise
             raise GenerateError(f"{model}: no answer within {watch.silence:.0f} s (inactivity_timeout {limit:g} s)", "TIMEOUT") from None
         finally:
@@ -181,6 +213,11 @@ class AsyncClient:
             return [c.finish_reason async for c in chunks] == ["cancelled"]
         except GenerateError:
             return False
+
+
+def _is_task_cancelled() -> bool:
+    """Whether the task that runs is asked to end; Python before 3.11 does not tell."""
+    return getattr(asyncio.current_task(), "cancelling", lambda: 0)() > 0
 
 
 async def _read_to_end(responses: AsyncIterator[Any]) -> None:

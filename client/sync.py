@@ -50,6 +50,7 @@ class Client:
         self.model = model
         self.inactivity_timeout = inactivity_timeout
         self._idle: list[triton_grpc.InferenceServerClient] = []
+        self._is_closed = False
         self._lock = threading.Lock()
         self._signs = SignsOfLife()
 
@@ -60,8 +61,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """Connections that are in use are closed when they no longer are."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._is_closed = self._idle, [], True
         for connection in idle:
             connection.close()
 
@@ -73,7 +75,10 @@ class Client:
 
     def _give(self, connection: triton_grpc.InferenceServerClient) -> None:
         with self._lock:
-            self._idle.append(connection)
+            if not self._is_closed:
+                self._idle.append(connection)
+                return
+        connection.close()
 
     def is_ready(self, model: str | None = None) -> bool:
         """Whether the server answers and the model is loaded."""

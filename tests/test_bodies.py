@@ -74,3 +74,28 @@ def test_an_item_without_a_type_is_a_message() -> None:
     item = {"role": "user", "content": "x"}
     wanted = ResponsesRequest.model_validate({"input": [item]}).as_chat()
     assert ResponsesRequest.model_validate({"input": [{**item, "type": None}]}).as_chat() == wanted
+
+
+def test_one_form_by_both_of_its_names() -> None:
+    """guidance's client for vLLM sends it for old servers and new ones."""
+    body = {"prompt": "x", "structured_outputs": {"grammar": "start: /a/"}, "guided_grammar": "start: /a/"}
+    assert CompletionRequest.model_validate(body).form() == {"grammar": "start: /a/"}
+    with pytest.raises(ValidationError, match="give one of structured_outputs, guided_grammar"):
+        CompletionRequest.model_validate(body | {"guided_grammar": "start: /b/"})
+
+
+def test_verbosity_is_a_hint_to_the_template() -> None:
+    """Of chats and responses, as OpenAI's clients of either send it."""
+    chat = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "verbosity": "low"})
+    assert chat.parameters()["chat_template_kwargs"] == {"verbosity": "low"}
+    own = {"input": "x", "text": {"verbosity": "high"}, "reasoning": {"effort": "low"}}
+    found = ResponsesRequest.model_validate(own).as_chat().parameters()["chat_template_kwargs"]
+    assert found == {"verbosity": "high", "reasoning_effort": "low"}
+    with pytest.raises(ValidationError, match="verbosity needs messages: text has no template"):
+        ChatRequest.model_validate({"text": "x", "verbosity": "low"})
+
+
+def test_a_reference_to_an_answer_says_that_none_is_stored() -> None:
+    """Vercel's SDK sends it in a conversation's second turn, unless it is told not to store."""
+    with pytest.raises(ValidationError, match="item 1 is an item_reference, and nothing is stored: send the item itself"):
+        ResponsesRequest.model_validate({"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]})

@@ -233,6 +233,76 @@ def test_a_server_that_sends_to_others_is_not_silent_to_an_asynchronous_client(t
     asyncio.run(ask())
 
 
+class _Holds(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers the request `quick`, and no other before its client is gone."""
+
+    def __init__(self) -> None:
+        self.held = threading.Semaphore(0)
+
+    def _hold(self, context: grpc.ServicerContext) -> None:
+        is_gone = threading.Event()
+        if context.add_callback(is_gone.set):
+            self.held.release()
+            is_gone.wait(30)
+
+    def ModelStreamInfer(self, request_iterator, context):
+        request = next(iter(request_iterator))
+        if request.id != "quick":
+            self._hold(context)
+        yield _whole(request.id)
+
+    def ModelInfer(self, request, context):
+        self._hold(context)
+        return service_pb2.ModelInferResponse()
+
+
+def test_what_waits_when_a_client_is_closed_is_told() -> None:
+    """Not by a CancelledError of what nobody cancelled: that ends a task in silence, and a gateway's request with no answer."""
+    holds = _Holds()
+
+    async def check(client: AsyncClient) -> None:
+        waiting = [asyncio.create_task(client.generate("x")), asyncio.create_task(client.infer("tokenizer", text_input="x"))]
+        cancelled = asyncio.create_task(client.generate("x"))
+        for _ in range(3):
+            assert await asyncio.to_thread(holds.held.acquire, timeout=30)
+        cancelled.cancel()
+        await client.close()
+        for found in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(found, GenerateError) and "the client was closed before the answer was whole" in str(found), found
+        if sys.version_info >= (3, 11):  # before, Python does not tell who was cancelled
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+        for late in (client.generate("x"), client.infer("tokenizer", text_input="x"), client.describe()):
+            with pytest.raises(GenerateError, match="the client is closed"):
+                await late
+
+    with serving(holds) as port:
+        asyncio.run(check(AsyncClient(f"127.0.0.1:{port}")))
+
+
+def test_an_asynchronous_client_is_of_the_first_loop_that_asks() -> None:
+    """Also one that was made before there was a loop."""
+    with serving(_Holds()) as port:
+        client = AsyncClient(f"127.0.0.1:{port}")
+
+        async def ask() -> str | None:
+            return (await client.generate("x", request_id="quick"))[0].finish_reason
+
+        assert asyncio.run(ask()) == "stop"
+        with pytest.raises(RuntimeError, match="in another loop, make another client"):
+            asyncio.run(ask())
+        asyncio.run(client.close())
+
+
+def test_a_connection_in_use_is_closed_behind_its_client() -> None:
+    with serving(_Holds()) as port:
+        client = Client(f"127.0.0.1:{port}")
+        chunks = client.stream("x", request_id="quick")
+        next(chunks)
+        client.close()
+        assert list(chunks) == [] and not client._idle
+
+
 class _OneAfterTheOtherByHttp(BaseHTTPRequestHandler):
     is_over = threading.Event()
 

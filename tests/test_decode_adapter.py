@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import marshal
+import re
 import subprocess
 import sys
 import threading
@@ -110,7 +111,7 @@ def assert_idle(model) -> None:
 
 
 def test_an_answer(model):
-    sender = ask(model, text_input="x = 1", max_tokens=3)
+    sender = ask(model, text_input="x = 1", max_tokens=3, parameters='{"stop_words": "", "traceparent": "00-1"}')
     assert sender.reasons() == [b"length"] and len([i for r in sender.responses for i in r.values["output_ids"]]) == 3
     assert_idle(model)
 
@@ -136,6 +137,8 @@ def test_an_answer(model):
         ({"suffix_corpus": '["x"]'}, "suffix_corpus: the method suffix is not loaded"),
         ({"suffix_corpus": "[]"}, "suffix_corpus must be a list of texts or of lists of token ids, got '[]'"),
         ({"suffix_corpus": "[" + " " * 2_000_000}, "suffix_corpus has 2000001 characters; the limit is 2000000"),
+        ({"text_input": "x", "parameters": '{"x": 1, "max_token": 3}'}, "the parameter 'max_token' has no effect: decode has the input max_tokens"),
+        ({"text_input": "x", "parameters": '{"stop_words": "y"}'}, "the parameter 'stop_words' has no effect: decode has the input stop"),
         ({"request_id": b"\xff", "text_input": "x"}, "the request's id is not valid UTF-8: byte 0xff at 0"),
     ],
     ids=lambda v: v[:30] if isinstance(v, str) else "",
@@ -145,6 +148,14 @@ def test_a_refusal_goes_the_way_of_answers(model, values, message):
     sender = ask(model, **values)
     assert message in sender.message() and "[INVALID_ARG]" in sender.message()
     assert_idle(model)
+
+
+def test_all_inputs_are_known_by_name(adapter) -> None:
+    """What is sent as a parameter in the place of an input is looked for among these."""
+    from backend.adapters.request_io import INPUTS
+
+    text = (BUNDLED_MODEL.parent / "config.pbtxt").read_text()
+    assert sorted(INPUTS) == sorted(re.findall(r'name: "(\w+)"', text.partition("input [")[2].partition("\n]")[0]))
 
 
 @pytest.mark.parametrize("speculative", [{"method": "suffix"}])

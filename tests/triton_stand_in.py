@@ -106,8 +106,9 @@ class Sender:
 
 
 class InferenceRequest:
-    def __init__(self, request_id: str | bytes = "", **values: Any) -> None:
+    def __init__(self, request_id: str | bytes = "", parameters: str = "", **values: Any) -> None:
         self._id = request_id
+        self._parameters = parameters
         self.sender = Sender()
         self._tensors = []
         for name, value in values.items():
@@ -120,6 +121,9 @@ class InferenceRequest:
 
     def request_id(self) -> str:
         return self._id if isinstance(self._id, str) else self._id.decode()
+
+    def parameters(self) -> str:
+        return self._parameters
 
     def inputs(self) -> list[Tensor]:
         return self._tensors

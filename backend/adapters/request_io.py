@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,37 @@ MAX_ID_CHARACTERS = 65536
 MAX_WORD_CHARACTERS = 256
 MAX_UTF8_BYTES = 4
 """Of one character."""
+
+
+_ASKED_OTHERWISE = {
+    "stop_words": "stop", "random_seed": "seed", "return_log_probs": "logprobs", "runtime_top_k": "top_k", "runtime_top_p": "top_p",
+    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "prompt": "text_input",
+    "sampling_parameters": "temperature, and one for each of the others",
+}  # fmt: skip
+"""Names of what TensorRT-LLM's and vLLM's models on Triton, or other servers, have as an input."""
+INPUTS = (
+    *PROMPTS, *SAMPLING_SCALARS, *SAMPLING_LISTS, "logit_bias", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls",
+    "truncate_prompt_tokens", "truncation", "chat_template_kwargs", "speculative", "stream", "priority", "timeout_ms", "cancel", "describe",
+    "suffix_corpus",
+)  # fmt: skip
+"""All of decode's."""
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").removesuffix("s")
+
+
+_MEANT = {_letters(name): own for name, own in (*_ASKED_OTHERWISE.items(), *((name, name) for name in INPUTS))}
+
+
+def check_parameters(request: Any) -> None:
+    """Raises RequestError for a parameter that is meant to be an input: of all names that are none Triton's `generate` makes parameters, and
+    nobody would hear that `max_token` changed nothing. Others are not for decode.
+    """
+    parameters = json.loads(request.parameters() or "{}")
+    for name, value in parameters.items():
+        if value != "" and (meant := _MEANT.get(_letters(name))) is not None:
+            raise RequestError(f"the parameter {name!r:.80} has no effect: decode has the input {meant}")
 
 
 class InputLimits:
@@ -134,6 +166,7 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
 
     Raises RequestError or ValueError naming the input, the value seen and the rule.
     """
+    check_parameters(request)
     values: dict[str, Any] = {}
     tensors = {tensor.name(): tensor for tensor in request.inputs()}
     for name, tensor in tensors.items():

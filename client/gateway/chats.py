@@ -96,6 +96,8 @@ class Templated(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: more variables, such as enable_thinking."""
     reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """How much is to be said: as `reasoning_effort` a hint, to templates that know the variable."""
     add_generation_prompt: bool | None = None
     """vLLM's, as the next ones: whether the assistant's turn is opened. Default: unless the final message goes on."""
     continue_final_message: bool | None = None
@@ -107,13 +109,14 @@ class Templated(Strict):
         """As decode takes them."""
         turn = {"add_generation_prompt": self.add_generation_prompt, "continue_final_message": self.continue_final_message}
         given = {name: value for name, value in turn.items() if value is not None}
+        hints = effort_variables(self.reasoning_effort) | ({} if self.verbosity is None else {"verbosity": self.verbosity})
         documents = {"documents": self.documents} if self.documents else {}
-        return {**effort_variables(self.reasoning_effort), **documents, **(self.chat_template_kwargs or {}), **given}
+        return {**hints, **documents, **(self.chat_template_kwargs or {}), **given}
 
     def check_is_used(self, has_messages: bool) -> None:
         """Raises ValueError for what a prompt without a template has no use for."""
         turn = {"add_generation_prompt": True, "continue_final_message": False}
-        idle: dict[str, Any] = {"chat_template_kwargs": {}, "reasoning_effort": None, "documents": [], **turn}
+        idle: dict[str, Any] = {"chat_template_kwargs": {}, "reasoning_effort": None, "verbosity": "medium", "documents": [], **turn}
         if not has_messages and (given := [name for name, value in idle.items() if getattr(self, name) not in (None, value)]):
             raise ValueError(f"{given[0]} needs messages: text has no template")
 

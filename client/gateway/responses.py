@@ -166,7 +166,7 @@ class NamedSchema(JsonSchema):
 
 class TextConfig(Strict):
     format: Annotated[TextFormat | ObjectFormat | NamedSchema, Field(discriminator="type")] = TextFormat(type="text")
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseStreamOptions(Strict):
@@ -222,6 +222,14 @@ class ResponsesRequest(Strict):
             found["input"] = [{**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item for item in items]
         return found
 
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_items(cls, value: Any) -> Any:
+        kinds = (item.get("type") if isinstance(item, dict) else None for item in value[:MAX_MESSAGES]) if isinstance(value, list) else ()
+        if (place := next((i for i, kind in enumerate(kinds) if kind == "item_reference"), None)) is not None:
+            raise ValueError(f"item {place} is an item_reference, and nothing is stored: send the item itself, as clients do where store is false")
+        return value
+
     @model_validator(mode="after")
     def _check_chat(self) -> ResponsesRequest:
         if self.top_logprobs and LOGPROBS not in self.include:
@@ -258,6 +266,7 @@ class ResponsesRequest(Strict):
             return ChatRequest(
                 max_completion_tokens=self.max_output_tokens,
                 reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+                verbosity=self.text.verbosity,
                 **{name: getattr(self, name) for name in _AS_CHATS},
                 **values,
             )

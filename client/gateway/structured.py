@@ -72,6 +72,10 @@ class StructuredRequest(Strict):
     @model_validator(mode="after")
     def _check_forms(self) -> StructuredRequest:
         self.allowed_token_ids = self.allowed_token_ids or None
+        if self.structured_outputs is not None and self.structured_outputs == self._guided():
+            # By both names, for servers of any age, as guidance's client sends it.
+            for name in (*_GUIDED, "guided_whitespace_pattern"):
+                setattr(self, name, None)
         given = self._given_forms()
         if len(given) > 1:
             raise ValueError(f"the answer can have one form: give one of {', '.join(self._sent.get(name, name) for name in given)}")
@@ -95,10 +99,12 @@ class StructuredRequest(Strict):
             return {"json": own.schema_, "is_lenient": not own.strict}
         if self.structured_outputs is not None:
             return self.structured_outputs
-        guided = {name.removeprefix("guided_"): value for name in _FORMS[2:] if (value := getattr(self, name)) is not None}
-        if self.guided_whitespace_pattern is not None:
-            guided["whitespace_pattern"] = self.guided_whitespace_pattern
-        return guided or None
+        return self._guided() or None
+
+    def _guided(self) -> dict[str, Any]:
+        """What is asked for by vLLM's older names."""
+        names = (*_GUIDED, "guided_whitespace_pattern")
+        return {name.removeprefix("guided_"): value for name in names if (value := getattr(self, name)) is not None}
 
     def server_names(self) -> dict[str, str]:
         """What of a request decode calls otherwise: by its names, the client's own."""
@@ -114,4 +120,5 @@ class StructuredRequest(Strict):
         return {**self._sent, **names}
 
 
-_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids")
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "allowed_token_ids")
+_FORMS = ("response_format", "structured_outputs", *_GUIDED)
