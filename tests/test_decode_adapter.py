@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import marshal
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError
 from backend.own_process import command
 from deploy.supervision.processes import is_running
+from tests.conftest import ROOT
 from tests.triton_stand_in import HostThread, InferenceRequest, Sender
 
 LONG = "é" * 131_000
@@ -109,6 +112,12 @@ def assert_idle(model) -> None:
     assert model.host.engine.scheduler.pool.num_held == 0
 
 
+def test_the_inputs_that_errors_name_are_the_repositorys(adapter):
+    config = (ROOT / "model_repository/standalone/decode/config.pbtxt").read_text()
+    inputs = re.findall(r'\{ name: "(\w+)"', config.partition("output [")[0])
+    assert sorted(importlib.import_module("backend.adapters.request_io").INPUTS) == sorted(inputs)
+
+
 def test_an_answer(model):
     sender = ask(model, text_input="x = 1", max_tokens=3)
     assert sender.reasons() == [b"length"] and len([i for r in sender.responses for i in r.values["output_ids"]]) == 3
@@ -126,6 +135,10 @@ def test_an_answer(model):
         ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "the rendered chat is not valid Unicode: '\\ud800' at"),
         ({"messages": '[{"role": "user", "content": "' + "é" * 140_000 + '"}]'}, "messages has 140"),
         ({"messages": "[5]"}, "messages must be a list of objects with role and content"),
+        ({"text_input": "x", "parameters": '{"stop_words": "a"}'}, "unknown input 'stop_words'; here it is stop"),
+        ({"text_input": "x", "parameters": '{"id": "a", "triton_x": 1, "max_token": 3}'}, "unknown input 'max_token'; did you mean \"max_tokens\"?"),
+        ({"text_input": "x", "parameters": '{"foo": 0}'}, "unknown input 'foo'; known inputs: text_input, "),
+        ({"text_input": "x", "parameters": '{"temperature": 0}'}, "temperature came as a parameter of the request: it is an input"),
         ({"text_input": "x", "stop": ["a"] * 65}, "stop has 65 strings; the limit is 64"),
         ({"text_input": "x", "logit_bias": '{"1_0": 1}'}, "logit_bias's keys must be token ids, got '1_0'"),
         ({"text_input": "x", "logit_bias": '{" 3": 1}'}, "logit_bias's keys must be token ids, got ' 3'"),

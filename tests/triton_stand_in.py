@@ -106,8 +106,8 @@ class Sender:
 
 
 class InferenceRequest:
-    def __init__(self, request_id: str | bytes = "", **values: Any) -> None:
-        self._id = request_id
+    def __init__(self, request_id: str | bytes = "", parameters: str = "", **values: Any) -> None:
+        self._id, self._parameters = request_id, parameters
         self.sender = Sender()
         self._tensors = []
         for name, value in values.items():
@@ -120,6 +120,9 @@ class InferenceRequest:
 
     def request_id(self) -> str:
         return self._id if isinstance(self._id, str) else self._id.decode()
+
+    def parameters(self) -> str:
+        return self._parameters
 
     def inputs(self) -> list[Tensor]:
         return self._tensors

@@ -12,6 +12,7 @@ from backend.core import MAX_CHARACTERS_PER_TOKEN, MAX_TIMEOUT
 from backend.engine_process.calls import MAX_CORPUS_CHARACTERS, MAX_MESSAGES_CHARACTERS, CorpusCall, GenerateCall, read_json
 from backend.errors import RequestError
 from backend.sampling_params import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from backend.section import closest
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE_CHARACTERS
 from backend.tools import Tools
 from backend.truncation import Truncation
@@ -23,6 +24,21 @@ SAMPLING_SCALARS = (
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,19}")
 PROMPTS = ("text_input", "input_ids", "messages")
+INPUTS = (
+    *PROMPTS, *SAMPLING_SCALARS, *SAMPLING_LISTS, "logit_bias", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls",
+    "truncate_prompt_tokens", "truncation", "chat_template_kwargs", "speculative", "stream", "priority", "timeout_ms", "cancel",
+    "suffix_corpus", "describe",
+)  # fmt: skip
+INPUTS_ELSEWHERE = {
+    "sampling_parameters": "an input for each parameter", "exclude_input_in_output": "echo, which repeats the prompt", "stop_words": "stop",
+    "min_length": "min_tokens", "random_seed": "seed", "return_log_probs": "logprobs", "num_return_sequences": "n",
+    "beam_width": "no input: there is no beam search", "return_finish_reason": "no input: finish_reason always comes",
+    "return_num_output_tokens": "no input: usage always comes", "embedding_bias_words": "logit_bias", "embedding_bias_weights": "logit_bias",
+    "guided_decoding_guide_type": "structured_outputs", "guided_decoding_guide": "structured_outputs", "draft_input_ids": "prediction in speculative",
+}  # fmt: skip
+"""What vLLM's and TensorRT-LLM's models in Triton call inputs: what they are here."""
+TRITONS_OWN = re.compile("id|triton_.*")
+"""Parameters that are the server's: the `id` of its generate extension, which release 24.10 passes on unread, and names that it keeps for itself."""
 MAX_JSON_CHARACTERS = 65536
 MAX_SPECULATIVE_CHARACTERS = 2_000_000
 """It may hold a predicted answer."""
@@ -129,11 +145,31 @@ def read_id(request: Any) -> str:
         raise RequestError(f"the request's id is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
+def check_parameters(request: Any) -> None:
+    """Triton makes parameters of the request of what `/generate` is sent and no input is called; a gRPC client may say some, too. Nobody reads them.
+
+    Raises RequestError, which names the first and what it is here: an answer other than the one that was asked for would be the only sign."""
+    try:
+        text = request.parameters()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the request's parameters are not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+    if not text:
+        return
+    for name in _json_object("the request's parameters", text):
+        if name in INPUTS:
+            raise RequestError(f"{name} came as a parameter of the request: it is an input of the model, a tensor")
+        if name in INPUTS_ELSEWHERE:
+            raise RequestError(f"unknown input {name!r}; here it is {INPUTS_ELSEWHERE[name]}")
+        if not TRITONS_OWN.fullmatch(name):
+            raise RequestError(f"unknown input {name[:80]!r}{closest(name[:80], INPUTS) or '; known inputs: ' + ', '.join(INPUTS)}")
+
+
 def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) -> GenerateCall | CancelCall | CorpusCall | DescribeCall:
     """Copies and parses one Triton request. defaults: sampling parameters of those who say nothing.
 
     Raises RequestError or ValueError naming the input, the value seen and the rule.
     """
+    check_parameters(request)
     values: dict[str, Any] = {}
     tensors = {tensor.name(): tensor for tensor in request.inputs()}
     for name, tensor in tensors.items():
