@@ -24,6 +24,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -1544,6 +1545,14 @@ def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SHM_NEEDED", 2**62)
     with pytest.raises(LaunchError, match=r"/dev/shm has \d+ MiB free.*--shm-size"):
         server.check_shared_memory()
+
+
+@pytest.mark.parametrize(("num_free", "is_warned"), [(64, True), (1024, False)])
+def test_dockers_shared_memory_is_little(num_free: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A container has 64 MiB, all of them free, where nothing was said: the stubs begin, and large requests end them."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=num_free, f_frsize=2**20))
+    server.check_shared_memory()
+    assert ("64 MiB free" in capsys.readouterr().err) is is_warned
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
