@@ -994,6 +994,8 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"port": 8080, "served_model_name": ["a", " "]}, r"served_model_name must be a name, or names, that have characters, got \('a', ' '\)"),
         ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
         ({"metrics_host": "10.0.0.1"}, r"metrics_host must be host \(127\.0\.0\.1\), 0\.0\.0\.0 or ::, got '10\.0\.0\.1'"),
+        ({"max_body_bytes": "8MiB"}, "max_body_bytes is an option of OpenAI's interface, which runs with port: add --port 8080"),
+        ({"port": 8080, "max_body_bytes": 0}, "max_body_bytes must be above 0, got 0"),
         ({"cors_origins": ["x"]}, "cors_origins is an option of OpenAI's interface, which runs with port: add --port 8080"),
     ],
 )
