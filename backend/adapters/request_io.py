@@ -38,7 +38,7 @@ INPUTS_ELSEWHERE = {
 }  # fmt: skip
 """What vLLM's and TensorRT-LLM's models in Triton call inputs: what they are here."""
 TRITONS_OWN = re.compile("id|triton_.*")
-"""Parameters that are the server's: the `id` of its generate extension, which release 24.10 passes on unread, and names that it keeps for itself."""
+"""Parameters that are the server's: the `id` of its generate extension, which it passes on as well, and names that it keeps for itself."""
 MAX_JSON_CHARACTERS = 65536
 MAX_SPECULATIVE_CHARACTERS = 2_000_000
 """It may hold a predicted answer."""
