@@ -28,9 +28,9 @@ RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && python -
   python -c "import kernels._load; kernels._load.find_nvcc()"
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8080
-# The supervisor's: 200 while the models answer real requests. Loading a large model takes minutes.
+# The supervisor's, and the gateway's where there is one: 200 while the models answer real requests. Loading a large model takes minutes.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=10m --retries=3 \
-  CMD ["python", "-m", "deploy.health", "8003"]
+  CMD ["python", "-m", "deploy.health", "8003", "8080"]
 ENTRYPOINT ["foretoken"]
 # To the container's address, or nothing could be published; `-p 127.0.0.1:8000:8000` publishes to the machine alone.
 CMD ["serve", "--host", "0.0.0.0"]
@@ -56,7 +56,7 @@ RUN python -c "from kernels._load_cpu import find_library; assert find_library()
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8080
 HEALTHCHECK --interval=10s --timeout=6s --start-period=2m --retries=3 \
-  CMD ["python", "-m", "deploy.health", "8003"]
+  CMD ["python", "-m", "deploy.health", "8003", "8080"]
 ENTRYPOINT ["foretoken"]
 # To the container's address, or nothing could be published; `-p 127.0.0.1:8000:8000` publishes to the machine alone.
 CMD ["serve", "--host", "0.0.0.0"]

@@ -134,7 +134,7 @@ class EngineConfig(Section):
     """Milliseconds that a step with prompts in it may take while other requests decode: prompts are cut accordingly. 0: no limit. Default: 50 on
     GPU, 2000 on CPU, where steps are held to two seconds while nobody else decodes, too: who cancels or asks for health waits for their end."""
     page_size: int = 16
-    """Tokens a KV page holds."""
+    """Tokens a KV page holds: a power of two, 1 to 1024."""
     kv_cache_memory: int | str | None = None
     """Bytes, or a string such as "2GiB"; default: 4 GiB on CPU, else by gpu_memory_utilization, where steps and their graphs, 1 to 3 GiB of a GPU
     beside weights and pages, are counted; never more than the batch can use."""

@@ -200,6 +200,7 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     gateway += [f"--admin-keys={config.admin_keys}"] if config.admin_keys else []
     gateway += ["--vllm-metrics"] if config.vllm_metrics else []
     gateway += [f"--cors-origin={origin}" for origin in config.cors_origins]
+    gateway += [f"--max-body-bytes={config.max_body_bytes}"]
     return run_together(gateway, server)
 
 

@@ -33,7 +33,7 @@ COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "wit
 ANY_ADDRESS = ("0.0.0.0", "::")
 LEAST_SERVER_MEMORY = 128 * 2**20
 """A tritonserver that answers holds some: one with a smaller limit would be drained and started again for ever."""
-GATEWAY_KEYS = ("served_model_name", "api_keys", "admin_keys", "cors_origins", "vllm_metrics")
+GATEWAY_KEYS = ("served_model_name", "api_keys", "admin_keys", "cors_origins", "vllm_metrics", "max_body_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class ServeConfig(Section):
     """With port: web pages of these origins may call."""
     vllm_metrics: bool = False
     """With port: its /metrics has the server's once more by vLLM's names (`vllm:num_requests_waiting`, ...)."""
+    max_body_bytes: int | str = "4MiB"
+    """With port: larger requests are refused there; bytes, or a string such as "16MiB"."""
     host: str = "127.0.0.1"
     """Address to listen on. The server asks nobody who they are: beyond this machine (0.0.0.0) only on a private network (operations.md).
     With port it is the gateway's address, and the server itself is this machine's own."""
@@ -117,7 +119,7 @@ class ServeConfig(Section):
         for field in dataclasses.fields(self):
             if field.name in GATEWAY_KEYS and not self.port and getattr(self, field.name) != field.default:
                 raise ConfigError(f"{field.name} is an option of OpenAI's interface, which runs with port: add --port 8080")
-        for key in ("max_request_size", "max_server_memory"):
+        for key in ("max_request_size", "max_body_bytes", "max_server_memory"):
             if (value := getattr(self, key)) is not None:
                 object.__setattr__(self, key, parse_bytes(key, value))
         if isinstance(self.max_server_memory, int) and self.max_server_memory < LEAST_SERVER_MEMORY:
@@ -266,6 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vllm-metrics", action=argparse.BooleanOptionalAction, default=None, help="its /metrics has the server's once more by vLLM's names"
     )
     gateway.add_argument("--cors-origins", nargs="+", metavar="ORIGIN", help="web pages of these origins may call")
+    gateway.add_argument("--max-body-bytes", metavar="SIZE", help="larger requests are refused (default 4MiB)")
 
     ports = parser.add_argument_group("where it listens")
     ports.add_argument("--host", help="address to listen on (default 127.0.0.1; 0.0.0.0: all, for a private network)")

@@ -25,6 +25,8 @@ from pathlib import Path
 
 SHM_NEEDED = 64 * 2**20
 """The stubs of two models, each with room to grow."""
+SHM_ROOM = 2**28
+"""Beyond which what requests hold fits for a while: a dozen of 12 MB at once end a server that has Docker's 64 MB."""
 MOST_FILES = 65536
 """That a server may have open, as the gateway, where its hard limit allows as many."""
 INPUT_LIMIT_OPTION = "http-max-input-size"
@@ -246,7 +248,7 @@ def check_ports(ports: Mapping[str, int], host: str) -> None:
 
 
 def check_shared_memory() -> None:
-    """Raises LaunchError when /dev/shm is too small for the stubs."""
+    """Raises LaunchError when /dev/shm is too small for the stubs; warns where there is little room for requests, which pass through it."""
     try:
         stats = os.statvfs("/dev/shm")
     except OSError as error:
@@ -254,6 +256,9 @@ def check_shared_memory() -> None:
     free = stats.f_bavail * stats.f_frsize
     if free < SHM_NEEDED:
         raise LaunchError(f"/dev/shm has {free >> 20} MiB free; the server needs {SHM_NEEDED >> 20} MiB: in Docker, use --shm-size=1g")
+    if free < SHM_ROOM:
+        message = f"/dev/shm has {free >> 20} MiB free: large requests, or many, fill that and end the server; in Docker, use --shm-size=1g"
+        print(f"foretoken serve: warning: {message}", file=sys.stderr)
 
 
 def raise_file_limit() -> None:

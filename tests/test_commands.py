@@ -30,10 +30,12 @@ from backend.other_servers.tables import OTHERS
 from backend.speculative_config import SpeculativeConfig
 from backend.speculative_names import READ_HERE
 from client.messages import Chunk
+from deploy import launcher
 from deploy.cli import main, make_parser
-from deploy.options import read_command, split_keys
+from deploy.options import GATEWAY_KEYS, read_command, split_keys
 from deploy.other_options import explain_environment
 from deploy.server import free_ports
+from deploy.together import FORETOKEN
 from tests.test_config import parameters_of, read_pbtxt
 
 FASTDEPLOY = "python -m fastdeploy.entrypoints.openai.api_server --model ${path_to_main_model} "
@@ -464,6 +466,21 @@ def test_what_a_file_says_twice_is_no_guess(tmp_path: Path, text: str, message: 
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         serve_values("--config", str(tmp_path / "x.yaml"))
+
+
+def test_options_of_the_gateway_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that `serve` has for it, as the gateway's own command reads them."""
+    keys = tmp_path / "keys"
+    keys.write_text("key\n")
+    started: list[list[str]] = []
+    monkeypatch.setattr(launcher, "run_together", lambda gateway, server: started.append(gateway) or 0)
+    given = {"served_model_name": ["a"], "api_keys": str(keys), "admin_keys": str(keys), "vllm_metrics": True, "max_body_bytes": 8 * 2**20}
+    given["cors_origins"] = ["https://pages.example"]
+    assert set(given) == set(GATEWAY_KEYS)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"port": free_ports(1)[0], **given}))
+    assert main(["serve", f"--config={tmp_path / 'config.yaml'}"]) == 0
+    read = vars(make_parser().parse_args(started[0][len(FORETOKEN) :]))
+    assert {key: read["cors_origin" if key == "cors_origins" else key] for key in given} == given
 
 
 @pytest.mark.parametrize(

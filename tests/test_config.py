@@ -24,6 +24,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -994,6 +995,8 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"port": 8080, "served_model_name": ["a", " "]}, r"served_model_name must be a name, or names, that have characters, got \('a', ' '\)"),
         ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
         ({"metrics_host": "10.0.0.1"}, r"metrics_host must be host \(127\.0\.0\.1\), 0\.0\.0\.0 or ::, got '10\.0\.0\.1'"),
+        ({"max_body_bytes": "8MiB"}, "max_body_bytes is an option of OpenAI's interface, which runs with port: add --port 8080"),
+        ({"port": 8080, "max_body_bytes": 0}, "max_body_bytes must be above 0, got 0"),
         ({"cors_origins": ["x"]}, "cors_origins is an option of OpenAI's interface, which runs with port: add --port 8080"),
     ],
 )
@@ -1545,6 +1548,14 @@ def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SHM_NEEDED", 2**62)
     with pytest.raises(LaunchError, match=r"/dev/shm has \d+ MiB free.*--shm-size"):
         server.check_shared_memory()
+
+
+@pytest.mark.parametrize(("num_free", "is_warned"), [(64, True), (1024, False)])
+def test_dockers_shared_memory_is_little(num_free: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A container has 64 MiB, all of them free, where nothing was said: the stubs begin, and large requests end them."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=num_free, f_frsize=2**20))
+    server.check_shared_memory()
+    assert ("64 MiB free" in capsys.readouterr().err) is is_warned
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")

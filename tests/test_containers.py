@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ import yaml
 from backend.config import ParallelConfig
 from backend.speculative_config import SpeculativeConfig
 from client.gateway.aliases import FAMILIES
+from deploy import health
 from deploy.check_dockerfile import copy_context, parse_dockerfile, read_dockerignore
 from deploy.cli import make_parser
 from deploy.options import ServeConfig, read_command
@@ -63,7 +65,7 @@ class TestDockerfile:
         assert stage.last("USER") == "10001:10001"
         assert json.loads(stage.last("ENTRYPOINT")) + json.loads(stage.last("CMD")) == ["foretoken", "serve", "--host", "0.0.0.0"]
         words = json.loads(re.sub(r"^(--\S+\s+)*CMD ", "", stage.last("HEALTHCHECK")))
-        assert words == ["python", "-m", "deploy.health", "8003"]
+        assert words == ["python", "-m", "deploy.health", "8003", "8080"], "a server's, and the gateway's that --port or the command starts"
         users = [i for i, (keyword, _) in enumerate(stage.instructions) if keyword == "USER"]
         assert not any(keyword in ("RUN", "COPY") for keyword, _ in stage.instructions[users[0] :])
 
@@ -143,6 +145,15 @@ class TestCompose:
                 assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == (0 if is_well else 1)
             server.shutdown()
         assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == 1, "nobody is there"
+
+    def test_health_is_that_of_whoever_listens(self, monkeypatch):
+        """The image runs a server, a gateway, or both on one port: the ports that nobody has are not held against it."""
+        answers: dict[int, int | None] = {}
+        monkeypatch.setattr(health, "status_of", answers.get)
+        for server, gateway in itertools.product((200, 503, 0, None), repeat=2):
+            answers.update({8003: server, 8080: gateway})
+            is_well = {server, gateway} in ({200}, {200, None})
+            assert health.is_healthy([8003, 8080]) is is_well, answers
 
     def test_commands_are_the_programs_own(self, services):
         command = services["server"]["command"]
@@ -380,6 +391,7 @@ class TestKubernetes:
         assert host == f"foretoken-ranks-0.{pods['serviceName']}" and pods["serviceName"] == "foretoken-ranks"
         assert {"name": "master", "containerPort": port} in container["ports"] and headless["ports"][0]["port"] == port
         assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"] and pods["podManagementPolicy"] == "Parallel"
+        assert pods["updateStrategy"] == {"type": "OnDelete"}, "one by one, a new pod would wait for ever for an old one to compute with it"
         assert headless["selector"] == pods["selector"]["matchLabels"] == pods["template"]["metadata"]["labels"]
         assert clients["selector"] == {"statefulset.kubernetes.io/pod-name": "foretoken-ranks-0"}
         for key in ("startupProbe", "livenessProbe", "readinessProbe", "securityContext", "resources", "volumeMounts"):

@@ -91,6 +91,7 @@ def test_what_is_refused_is_refused_as_by_rank_0(pair):
     for request_id, values, message in [
         ("bad", {"text_input": "x", "max_tokens": 0}, "[INVALID_ARG] request 'bad': max_tokens must be"),
         (b"\xff", {"text_input": "x"}, "the request's id is not valid UTF-8: byte 0xff at 0"),
+        ("bad", {"text_input": "x", "parameters": '{"temperature": 0}'}, "temperature came as a parameter of the request"),
     ]:
         request = InferenceRequest(request_id, **values)
         pair.instance.execute([request])

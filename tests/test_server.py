@@ -406,7 +406,9 @@ class TestBadInput:
                 assert "tokens; the context holds 2048" in message
 
     def test_ensemble(self, server, bystander):
-        for values, message in (({"text_input": ""}, "the prompt is empty"), ({"text_input": "x", "top_p": 0.0}, "top_p must be")):
+        wrong = [({"text_input": ""}, "the prompt is empty"), ({"text_input": "x", "top_p": 0.0}, "top_p must be")]
+        wrong += [({"id": "a", "text_input": "x", "stop_words": "y"}, "request 'a': unknown input 'stop_words'; here it is stop")]
+        for values, message in wrong:
             status, answer = server.post("/v2/models/generate/generate", {**values, "stream": False})
             assert status >= 400 and message in answer
         with pytest.raises(GenerateError, match="give one of text_input, messages, input_ids; got none"):

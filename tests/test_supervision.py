@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -324,6 +325,18 @@ def test_a_probe_that_hangs_up_leaves_no_traceback(capsys: pytest.CaptureFixture
     gone.set()
     assert wait_until(lambda: not [t for t in threading.enumerate() if "process_request_thread" in t.name])
     assert capsys.readouterr().err == ""
+
+
+def test_probes_may_ask_in_other_ways() -> None:
+    """Load balancers ask by HEAD, or with a query."""
+    (port,) = free_ports(1)
+    serve_status(cast(Supervisor, SimpleNamespace(describe=dict, status="loading")), "127.0.0.1", port)
+    for method, path, status, body in [("HEAD", "/health", 503, b""), ("HEAD", "/live", 200, b""), ("GET", "/live?probe=1", 200, b"{}")]:
+        connection = HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request(method, path)
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (status, body)
+        connection.close()
 
 
 def test_how_long_a_model_was_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,8 +107,7 @@ class Sender:
 
 class InferenceRequest:
     def __init__(self, request_id: str | bytes = "", parameters: str = "", **values: Any) -> None:
-        self._id = request_id
-        self._parameters = parameters
+        self._id, self._parameters = request_id, parameters
         self.sender = Sender()
         self._tensors = []
         for name, value in values.items():

@@ -34,6 +34,14 @@ RunRank = Callable[[dict[str, Any], Callable[[dict[str, Any]], None], Callable[[
 """`backend.rank_processes.follow_in_process`, or `backend.follower.run_rank`."""
 
 
+def _bytes_of(read: Callable[[], str]) -> bytes:
+    """What Triton has as a text, which need not be one."""
+    try:
+        return read().encode()
+    except UnicodeDecodeError as error:
+        return error.object
+
+
 @dataclass(slots=True, eq=False)
 class _Open:
     """A request that rank 0 has."""
@@ -114,15 +122,12 @@ class RankInstance:
 
     def _pass_on(self, request: Any) -> None:
         sender = request.get_response_sender()
-        try:
-            request_id = request.request_id().encode()
-        except UnicodeDecodeError as error:
-            request_id = error.object
+        request_id, parameters = (_bytes_of(read) for read in (request.request_id, request.parameters))
         arrays = [(tensor.name(), tensor.as_numpy()) for tensor in request.inputs()]
         number = next(self._numbers)
         with self._lock:
             self._open[number] = _Open(sender, request_id.decode("utf-8", "backslashreplace"))
-        self._tell(pack({"kind": "request", "number": number, "id": request_id.hex()}, arrays))
+        self._tell(pack({"kind": "request", "number": number, "id": request_id.hex(), "parameters": parameters.hex()}, arrays))
 
     def finalize(self) -> None:
         """Rank 0 cannot go on without this rank: it is told to end first."""

@@ -107,12 +107,15 @@ class RelayedSender:
 class RelayedRequest:
     """As Triton's request."""
 
-    def __init__(self, request_id: bytes, arrays: Arrays, sender: RelayedSender) -> None:
-        self._id, self._sender = request_id, sender
+    def __init__(self, request_id: bytes, parameters: bytes, arrays: Arrays, sender: RelayedSender) -> None:
+        self._id, self._parameters, self._sender = request_id, parameters, sender
         self._tensors = [RelayedTensor(name, array) for name, array in arrays]
 
     def request_id(self) -> str:
         return self._id.decode()  # which raises as Triton's does
+
+    def parameters(self) -> str:
+        return self._parameters.decode()
 
     def inputs(self) -> list[RelayedTensor]:
         return self._tensors
@@ -210,7 +213,7 @@ class RequestRelay:
                 else:
                     senders[head["number"]] = sender = RelayedSender(head["number"], line.put, forget)
                     assert self._take is not None
-                    self._take(RelayedRequest(bytes.fromhex(head["id"]), arrays, sender))
+                    self._take(RelayedRequest(bytes.fromhex(head["id"]), bytes.fromhex(head["parameters"]), arrays, sender))
         except (OSError, EOFError):  # the rank is gone: what it waited for is of no use any more
             for sender in list(senders.values()):
                 sender.is_gone = True

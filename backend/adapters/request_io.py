@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,22 @@ SAMPLING_SCALARS = (
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,19}")
 PROMPTS = ("text_input", "input_ids", "messages")
+INPUTS = (
+    *PROMPTS, *SAMPLING_SCALARS, *SAMPLING_LISTS, "logit_bias", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls",
+    "truncate_prompt_tokens", "truncation", "chat_template_kwargs", "speculative", "stream", "priority", "timeout_ms", "cancel",
+    "suffix_corpus", "describe",
+)  # fmt: skip
+INPUTS_ELSEWHERE = {
+    "sampling_parameters": "an input for each parameter", "exclude_input_in_output": "echo, which repeats the prompt", "stop_words": "stop",
+    "min_length": "min_tokens", "random_seed": "seed", "return_log_probs": "logprobs", "num_return_sequences": "n",
+    "beam_width": "no input: there is no beam search", "return_finish_reason": "no input: finish_reason always comes",
+    "return_num_output_tokens": "no input: usage always comes", "embedding_bias_words": "logit_bias", "embedding_bias_weights": "logit_bias",
+    "guided_decoding_guide_type": "structured_outputs", "guided_decoding_guide": "structured_outputs", "draft_input_ids": "prediction in speculative",
+    "runtime_top_k": "top_k", "runtime_top_p": "top_p", "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "prompt": "text_input",
+}  # fmt: skip
+"""What vLLM's and TensorRT-LLM's models in Triton call inputs: what they are here."""
+TRITONS_OWN = re.compile("id|triton_.*")
+"""Parameters that are the server's: the `id` of its generate extension, which it passes on as well, and names that it keeps for itself."""
 MAX_JSON_CHARACTERS = 65536
 MAX_SPECULATIVE_CHARACTERS = 2_000_000
 """It may hold a predicted answer."""
@@ -31,37 +46,6 @@ MAX_ID_CHARACTERS = 65536
 MAX_WORD_CHARACTERS = 256
 MAX_UTF8_BYTES = 4
 """Of one character."""
-
-
-_ASKED_OTHERWISE = {
-    "stop_words": "stop", "random_seed": "seed", "return_log_probs": "logprobs", "runtime_top_k": "top_k", "runtime_top_p": "top_p",
-    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "prompt": "text_input",
-    "sampling_parameters": "temperature, and one for each of the others",
-}  # fmt: skip
-"""Names of what TensorRT-LLM's and vLLM's models on Triton, or other servers, have as an input."""
-INPUTS = (
-    *PROMPTS, *SAMPLING_SCALARS, *SAMPLING_LISTS, "logit_bias", "structured_outputs", "tools", "tool_choice", "parallel_tool_calls",
-    "truncate_prompt_tokens", "truncation", "chat_template_kwargs", "speculative", "stream", "priority", "timeout_ms", "cancel", "describe",
-    "suffix_corpus",
-)  # fmt: skip
-"""All of decode's."""
-
-
-def _letters(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "").removesuffix("s")
-
-
-_MEANT = {_letters(name): own for name, own in (*_ASKED_OTHERWISE.items(), *((name, name) for name in INPUTS))}
-
-
-def check_parameters(request: Any) -> None:
-    """Raises RequestError for a parameter that is meant to be an input: of all names that are none Triton's `generate` makes parameters, and
-    nobody would hear that `max_token` changed nothing. Others are not for decode.
-    """
-    parameters = json.loads(request.parameters() or "{}")
-    for name, value in parameters.items():
-        if value != "" and (meant := _MEANT.get(_letters(name))) is not None:
-            raise RequestError(f"the parameter {name!r:.80} has no effect: decode has the input {meant}")
 
 
 class InputLimits:
@@ -159,6 +143,37 @@ def read_id(request: Any) -> str:
         return request.request_id()
     except UnicodeDecodeError as error:
         raise RequestError(f"the request's id is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").removesuffix("s")
+
+
+_BY_LETTERS = {_letters(name): name for name in INPUTS}
+"""Only what is all but one of them is taken for it: forwarded headers have any names."""
+
+
+def check_parameters(request: Any) -> None:
+    """Triton makes parameters of the request of what `/generate` is sent and no input is called; a gRPC client may say some, too, and servers
+    forward headers so. Nobody reads them.
+
+    Raises RequestError for one that is meant to be an input, with what it is here: an answer other than the one that was asked for would be the only
+    sign. Empty texts say nothing."""
+    try:
+        text = request.parameters()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the request's parameters are not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+    if not text:
+        return
+    for name, value in _json_object("the request's parameters", text).items():
+        if value == "" or TRITONS_OWN.fullmatch(name):
+            continue
+        if name in INPUTS:
+            raise RequestError(f"{name} came as a parameter of the request: it is an input of the model, a tensor")
+        if name in INPUTS_ELSEWHERE:
+            raise RequestError(f"unknown input {name!r}; here it is {INPUTS_ELSEWHERE[name]}")
+        if likely := _BY_LETTERS.get(_letters(name)):
+            raise RequestError(f'unknown input {name!r}; did you mean "{likely}"?')
 
 
 def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) -> GenerateCall | CancelCall | CorpusCall | DescribeCall:

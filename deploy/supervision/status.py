@@ -46,13 +46,13 @@ def serve_status(supervisor: Supervisor, host: str, port: int) -> None:
         timeout = 10.0
 
         def do_GET(self) -> None:
-            kind, status = "application/json", 200
-            if self.path == "/health":
+            kind, status, path = "application/json", 200, self.path.partition("?")[0]
+            if path == "/health":
                 body = json.dumps(supervisor.describe()).encode()
                 status = 200 if supervisor.status == "ready" else 503
-            elif self.path == "/live":
+            elif path == "/live":
                 body = b"{}"
-            elif self.path == "/metrics":
+            elif path == "/metrics":
                 kind, body = prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest(registry)
             else:
                 status, body = 404, json.dumps({"error": "known paths: /health, /live, /metrics"}).encode()
@@ -60,7 +60,10 @@ def serve_status(supervisor: Supervisor, host: str, port: int) -> None:
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # of load balancers and `wget --spider`
 
         def log_message(self, format: str, *args: object) -> None:
             pass
