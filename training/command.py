@@ -29,7 +29,7 @@ DESCRIPTION = """\
 Trains a drafter for a model: on a model of any family that is served, frozen, with the states that serving hands to drafters.
 OUT gets the drafter (config.json, model.safetensors: `foretoken serve --speculative-config` reads it, and so do other
 servers that know the kind), checkpoints to go on from, log.jsonl (the loss curve) and result.json, which ends with what the drafter
-is worth in the engine itself on text that it was not trained on. Ctrl-C saves and ends; --resume goes on."""
+is worth in the engine itself on text that it was not trained on. Ctrl-C (or SIGTERM) saves and ends; --resume goes on."""
 EXAMPLES = """\
 examples:
   foretoken train mtp --model DIR --data CODE/ MORE.jsonl --out DRAFTER --layers 2
@@ -300,7 +300,7 @@ def free_memory() -> None:
 
 
 def run_command(args: argparse.Namespace, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any] | None:
-    """Trains and reports; None: SIGINT ended it, and all is saved. clock: of --minutes, in seconds. Raises ValueError, ModelError, ConfigError."""
+    """Trains and reports; None: a signal ended it, and all is saved. clock: of --minutes, in seconds. Raises ValueError, ModelError, ConfigError."""
     check(args)
     with held(args.out):
         return _run(args, clock)
