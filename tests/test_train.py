@@ -500,6 +500,19 @@ def test_data_that_is_not_there_or_too_little(folder: Path, text: Path, tmp_path
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_what_a_run_writes_is_no_data(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log is, by its name: of a folder that lies among the data a run could not be gone on from."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(text, tmp_path)
+    own = flags(folder, Path(), Path("out"), states="states", kind="medusa")
+    assert main(own) == 0 and main([*own, "--resume"]) == 0
+    capsys.readouterr()
+    for key in ("out", "states"):
+        refused([*own, f"--{key}={tmp_path}"], capsys, f"--{key} {tmp_path} is data that the run reads")
+
+
 def test_folders_that_cannot_be_written(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -187,6 +187,9 @@ def check(args: argparse.Namespace) -> None:
     if is_gpu and args.processes > 1 and (args.device != "cuda" or args.processes > torch.cuda.device_count()):
         raise ValueError(f"--processes {args.processes} take --device cuda and as many GPUs; got {args.device}, {torch.cuda.device_count()} GPUs")
     args.dtype = args.dtype or ("bfloat16" if is_gpu else "float32")
+    for key, own in (("out", args.out), ("states", args.states)):
+        if own is not None and own.resolve() in [path.resolve() for path in (*args.data, *(args.heldout or ()))]:
+            raise ValueError(f"--{key} {own} is data that the run reads: name another folder")
     holds = [name for name in ("checkpoint.pt", "config.json", "model.safetensors") if (args.out / name).exists()]
     if args.resume and "checkpoint.pt" not in holds:
         raise ValueError(f"--resume: {args.out / 'checkpoint.pt'} does not exist")
@@ -230,7 +233,7 @@ def prepare(args: argparse.Namespace, clock: Callable[[], float] = time.perf_cou
         raise ValueError(f"--draft-vocab-size {args.draft_vocab_size} is more than the model's vocabulary, {vocab_size}")
     if args.mask_token_id is not None and args.mask_token_id >= vocab_size:
         raise ValueError(f"--mask-token-id {args.mask_token_id} is none of the model's tokens, 0 to {vocab_size - 1}")
-    reader = Reader(args.model)
+    reader = Reader(args.model, [path for path in (args.out, args.states) if path is not None])
     held = reader.read(args.heldout, "--heldout", as_prompts=args.answers is not None) if args.heldout else None
     documents = reader.read(args.data, "--data", as_prompts=args.answers is not None)
     if held is not None:
