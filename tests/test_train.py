@@ -219,6 +219,9 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
 
 
 def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("training.states.shutil.disk_usage", lambda _: usage)
     refused(flags(folder, text, tmp_path / "a", states=tmp_path / "states"), capsys, "GiB of the disk are free")
@@ -231,6 +234,10 @@ def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypat
     last = "No space left on device; --resume goes on from the checkpoint there"
     refused(flags(folder, text, tmp_path / "c", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
     (tmp_path / "c" / "log.jsonl").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("training.drafters.drafter.save_weights", full)
+        refused(flags(folder, text, tmp_path / "d", steps=2), capsys, f"--out {tmp_path / 'd'}: {last}")
+    assert not (tmp_path / "d" / "config.json").exists(), "half a drafter is none"
     refused(flags(folder, text, tmp_path / "c", "--resume", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
 
 
