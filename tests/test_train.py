@@ -522,8 +522,11 @@ def test_what_a_run_writes_is_no_data(
 
 def test_folders_that_cannot_be_written(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+    (tmp_path / "loop").symlink_to("loop")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "loop"):
         refused(flags(folder, text, out), capsys, f"--out {out}")
+    refused(flags(folder, text, tmp_path / "out", states=tmp_path / "loop"), capsys, f"--states {tmp_path / 'loop'}: ")
+    refused(flags(folder, tmp_path / "loop", tmp_path / "out"), capsys, f"--data {tmp_path / 'loop'} does not exist")
     refused(flags(folder, text, tmp_path / "out", "--resume"), capsys, "--resume: ", f"{tmp_path / 'out' / 'checkpoint.pt'} does not exist")
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "model.safetensors").touch()

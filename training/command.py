@@ -6,6 +6,7 @@ import argparse
 import gc
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -188,7 +189,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--processes {args.processes} take --device cuda and as many GPUs; got {args.device}, {torch.cuda.device_count()} GPUs")
     args.dtype = args.dtype or ("bfloat16" if is_gpu else "float32")
     for key, own in (("out", args.out), ("states", args.states)):
-        if own is not None and own.resolve() in [path.resolve() for path in (*args.data, *(args.heldout or ()))]:
+        if own is not None and os.path.realpath(own) in map(os.path.realpath, (*args.data, *(args.heldout or ()))):
             raise ValueError(f"--{key} {own} is data that the run reads: name another folder")
     holds = [name for name in ("checkpoint.pt", "config.json", "model.safetensors") if (args.out / name).exists()]
     if args.resume and "checkpoint.pt" not in holds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Reader:
 
     def __init__(self, model: Path, own: Sequence[Path] = ()) -> None:
         """own: folders that a run writes to, which may lie in folders of data. Raises ModelError for the model's tokenizer."""
-        self._own = [path.resolve() for path in own]
+        self._own = [Path(os.path.realpath(path)) for path in own]
         try:
             self._tokenizer = Tokenizer(model)
         except Exception as error:  # the library has no kind of its own
@@ -58,7 +59,7 @@ class Reader:
 
     def _list(self, folder: Path) -> list[Path]:
         """All that is in it, but for what the run itself writes: a run that goes on reads what it began with."""
-        root = folder.resolve()
+        root = Path(os.path.realpath(folder))
         own = [folder / path.relative_to(root) for path in self._own if path.is_relative_to(root)]
         return [path for path in sorted(folder.rglob("*")) if not any(map(path.is_relative_to, own))]
 
