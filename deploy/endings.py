@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -31,7 +31,7 @@ def raised_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def hear_endings(tell: Callable[[int], object]) -> dict[int, Any]:
+def hear_endings(tell: Callable[[int], object], numbers: Sequence[int] = (signal.SIGINT, *ENDING_SIGNALS)) -> dict[int, Any]:
     """For the main thread of a service: `tell` is told of each signal that asks it to end; a terminal that closes sends SIGHUP twice (from its
     shell, and from the kernel), and asks once. Returns the handlers before."""
     before: dict[int, Any] = {}
@@ -43,7 +43,7 @@ def hear_endings(tell: Callable[[int], object]) -> dict[int, Any]:
             is_asked = True
             tell(number)
 
-    for number in (signal.SIGINT, *ENDING_SIGNALS):
+    for number in numbers:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             before[number] = signal.signal(number, hear)
     return before

@@ -133,6 +133,9 @@ def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert inspect(capsys, BUNDLED_DRAFTER, "--target", BUNDLED_MODEL)["drafter"].endswith("as mtp")
     assert inspect(capsys, BUNDLED_MODEL, "--target", BUNDLED_MODEL)["drafter"].endswith("as draft_model")
     assert inspect(capsys, DEFAULT_DRAFTER)["drafter"] == "of method eagle3"
+    half = edited(DEFAULT_DRAFTER, tmp_path / "half")
+    (half / "model.safetensors").unlink()
+    assert f"{half} has neither model.safetensors" in refused(capsys, half)
     make_model(Case("llama"), tmp_path / "model")
     said = refused(capsys, BUNDLED_DRAFTER, "--target", tmp_path / "model")
     assert "is no drafter for" in said and "mtp: " in said and "hidden_size is 192; the target's is 64" in said

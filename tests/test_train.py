@@ -3,10 +3,12 @@ cannot use. That the server drafts what was trained is in `test_trained_drafters
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import json
 import lzma
+import os
 import shutil
 import signal
 import weakref
@@ -160,18 +162,22 @@ def test_a_run_of_minutes_that_is_stopped_often_has_them_once(folder: Path, text
     assert result is not None and saved["step"] == 3 * 5 + 60 and saved["seconds"] == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize("own", [{"kind": "eagle3", "taps": "1,2", "draft_vocab_size": 64}, {"kind": "dspark"}], ids=["eagle3", "dspark"])
+@pytest.mark.parametrize(
+    ("own", "number"),
+    [({"kind": "eagle3", "taps": "1,2", "draft_vocab_size": 64}, signal.SIGINT), ({"kind": "dspark"}, signal.SIGTERM)],
+    ids=["eagle3", "dspark"],
+)
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(
-    own: dict[str, Any], folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: dict[str, Any], number: int, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGINT saves after the step under way; a run that is whole may be resumed too, and changes nothing."""
+    """A signal saves after the step under way; a run that is whole may be resumed too, and changes nothing."""
     options = own | {"steps": 6}
     assert main(flags(folder, text, tmp_path / "whole", **options)) == 0
     parts, read, count = tmp_path / "parts", trainer.OnlineStates.read, itertools.count()
 
     def interrupted(self: Any, starts: torch.Tensor) -> Any:
         if next(count) == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return read(self, starts)
 
     with monkeypatch.context() as patch:
@@ -179,7 +185,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
         assert main(flags(folder, text, parts, **options)) == 130
     assert f"stopped and saved in {parts}; --resume goes on" in capsys.readouterr().err
     assert not (parts / "model.safetensors").exists() and torch.load(parts / "checkpoint.pt", weights_only=True)["step"] == 4
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     for _ in range(2):
         assert main(flags(folder, text, parts, "--resume", **options)) == 0
         assert written(parts) == written(tmp_path / "whole")
@@ -214,6 +220,9 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
 
 
 def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("training.states.shutil.disk_usage", lambda _: usage)
     refused(flags(folder, text, tmp_path / "a", states=tmp_path / "states"), capsys, "GiB of the disk are free")
@@ -226,7 +235,35 @@ def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypat
     last = "No space left on device; --resume goes on from the checkpoint there"
     refused(flags(folder, text, tmp_path / "c", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
     (tmp_path / "c" / "log.jsonl").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("training.drafters.drafter.save_weights", full)
+        refused(flags(folder, text, tmp_path / "d", steps=2), capsys, f"--out {tmp_path / 'd'}: {last}")
+    assert not (tmp_path / "d" / "config.json").exists(), "half a drafter is none"
     refused(flags(folder, text, tmp_path / "c", "--resume", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
+
+
+def test_half_written_states_are_removed(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a process that was killed before the room is measured, and those of one that finds none as it ends."""
+    usage, found, count, states = shutil.disk_usage, [], itertools.count(), Target.states
+
+    def measured(path: Path) -> Any:
+        found.append(list(path.glob("*.part")))
+        return usage(path)
+
+    def full(*args: Any) -> Any:
+        if next(count) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return states(*args)
+
+    monkeypatch.setattr("training.states.shutil.disk_usage", measured)
+    monkeypatch.setattr(Target, "states", full)
+    own = flags(folder, text, tmp_path / "out", states=tmp_path / "states")
+    refused(own, capsys, f"--states {tmp_path / 'states'}: the disk is full")
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["states.json"]
+    (tmp_path / "states" / "2.part").write_bytes(bytes(99))
+    assert main(own) == 0 and found == [[], []]
 
 
 def test_a_process_that_fails_is_said(
@@ -267,21 +304,23 @@ def test_several_processes_are_stopped_before_they_train(
     assert "stopped; --resume goes on from the last checkpoint, if there is one" in capsys.readouterr().err
 
 
-def test_a_process_that_is_stopped_before_it_trains_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends them only where it does not end well; they may wait for it where no signal is heard."""
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(trainer.dist, "init_process_group", interrupted)
+def test_a_process_that_is_stopped_before_it_trains_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else would end it: it may wait for others where no handler runs, its parent may be dead, and jobs of scripts ignore SIGINT."""
+    heard: list[Any] = []
+    monkeypatch.setattr(trainer.dist, "init_process_group", lambda *_, **__: heard.append(signal.getsignal(signal.SIGINT)))
+    monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(trainer, "_train", lambda *_: True)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    words = flags(tmp_path, tmp_path, tmp_path / "out", processes=2)[1:]
-    args = command.make_parser().parse_args(words)
+    args = command.make_parser().parse_args(flags(tmp_path, tmp_path, tmp_path / "out", processes=2)[1:])
     keys = ("kind", "model", "out", "steps", "batch_size", "context", "lr", "seed", "loss", "drafts", "layers", "inner", "taps", "dtype")
     run = Run(**{key: getattr(args, key) for key in keys}, processes=2)
-    with pytest.raises(SystemExit) as caught:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
         trainer._join(1, run, torch.zeros(1, dtype=torch.int32), str(tmp_path / "meeting"))
-    assert caught.value.code == 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [signal.SIG_DFL]
 
 
 def test_a_process_that_is_killed_after_it_was_stopped_is_said(
@@ -469,10 +508,26 @@ def test_data_that_is_not_there_or_too_little(folder: Path, text: Path, tmp_path
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_what_a_run_writes_is_no_data(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log is, by its name: of a folder that lies among the data a run could not be gone on from."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(text, tmp_path)
+    own = flags(folder, Path(), Path("out"), states="states", kind="medusa")
+    assert main(own) == 0 and main([*own, "--resume"]) == 0
+    capsys.readouterr()
+    for key in ("out", "states"):
+        refused([*own, f"--{key}={tmp_path}"], capsys, f"--{key} {tmp_path} is data that the run reads")
+
+
 def test_folders_that_cannot_be_written(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+    (tmp_path / "loop").symlink_to("loop")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "loop"):
         refused(flags(folder, text, out), capsys, f"--out {out}")
+    refused(flags(folder, text, tmp_path / "out", states=tmp_path / "loop"), capsys, f"--states {tmp_path / 'loop'}: ")
+    refused(flags(folder, tmp_path / "loop", tmp_path / "out"), capsys, f"--data {tmp_path / 'loop'} does not exist")
     refused(flags(folder, text, tmp_path / "out", "--resume"), capsys, "--resume: ", f"{tmp_path / 'out' / 'checkpoint.pt'} does not exist")
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "model.safetensors").touch()

@@ -18,9 +18,13 @@ from tokenizers.models import WordLevel
 from backend import LLM
 from backend.drafter_checks import check_drafter_folder
 from backend.drafters.block import BlockDrafter
+from backend.model_checks import check_model
+from backend.models.rope_spec import read_rope
+from backend.models.values import Values
 from backend.sampling_params import SamplingParams
 from tests.drafting import check_drafts, serve
-from tests.families import Case, make_model
+from tests.families import Case, make_model, rope
+from tests.test_families import LAYER_TYPES, LONG, NESTED, SHORT
 from tests.test_mixtures import GLM
 from training import command
 from training.drafters import KINDS, Drafter, Options
@@ -118,6 +122,30 @@ def test_the_server_drafts_what_training_would(name: str, tmp_path: Path) -> Non
         check_drafts(llm, draft, policy)
         for step, row in enumerate(chances if least else []):
             torch.testing.assert_close(torch.tensor(judged[4 * step :][: len(row)]), torch.tensor(row), rtol=0, atol=1e-5)
+
+
+OLDER = {"rope_theta": 1000.0, "rope_scaling": {"type": "su", "short_factor": SHORT, "long_factor": LONG}, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("case", "values"),
+    [
+        (Case("phi3", "longrope by its older name"), OLDER),
+        (Case("llama", "llama3", rope("llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position_embeddings=32)), {}),
+        (Case("llama", "yarn", rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.2, original_max_position_embeddings=32, truncate=False)), {}),
+        (Case("llama", "a context beside it", rope("yarn", factor=4.0, attention_factor=1.3)), {"original_max_position_embeddings": 32}),
+        (Case("gemma3_text", "layers that differ", {"layer_types": LAYER_TYPES[::-1], "rope_parameters": NESTED, "head_dim": 16}), {}),
+    ],
+    ids=lambda own: str(own) if isinstance(own, Case) else "",
+)
+def test_a_drafters_heads_turn_as_the_targets(case: Case, values: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever its file calls it, and wherever it has it: the drafter's file says the same."""
+    make_model(case, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != "rope_parameters" or "rope_scaling" not in values}))
+    own, size, _ = check_model(tmp_path).layers[0].attention.turning
+    assert read_rope(Values(Target(tmp_path, torch.float32, CPU).drafter_config(), "config.json"), size) == own
 
 
 # -- trained until they are accepted --------------------------------------------------------------------------------------------

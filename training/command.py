@@ -6,6 +6,7 @@ import argparse
 import gc
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ DESCRIPTION = """\
 Trains a drafter for a model: on a model of any family that is served, frozen, with the states that serving hands to drafters.
 OUT gets the drafter (config.json, model.safetensors: `foretoken serve --speculative-config` reads it, and so do other
 servers that know the kind), checkpoints to go on from, log.jsonl (the loss curve) and result.json, which ends with what the drafter
-is worth in the engine itself on text that it was not trained on. Ctrl-C saves and ends; --resume goes on."""
+is worth in the engine itself on text that it was not trained on. Ctrl-C (or SIGTERM) saves and ends; --resume goes on."""
 EXAMPLES = """\
 examples:
   foretoken train mtp --model DIR --data CODE/ MORE.jsonl --out DRAFTER --layers 2
@@ -189,6 +190,9 @@ def check(args: argparse.Namespace) -> None:
     if is_gpu and args.processes > 1 and (args.device != "cuda" or args.processes > torch.cuda.device_count()):
         raise ValueError(f"--processes {args.processes} take --device cuda and as many GPUs; got {args.device}, {torch.cuda.device_count()} GPUs")
     args.dtype = args.dtype or ("bfloat16" if is_gpu else "float32")
+    for key, own in (("out", args.out), ("states", args.states)):
+        if own is not None and os.path.realpath(own) in map(os.path.realpath, (*args.data, *(args.heldout or ()))):
+            raise ValueError(f"--{key} {own} is data that the run reads: name another folder")
     holds = [name for name in ("checkpoint.pt", "config.json", "model.safetensors") if (args.out / name).exists()]
     if args.resume and "checkpoint.pt" not in holds:
         raise ValueError(f"--resume: {args.out / 'checkpoint.pt'} does not exist")
@@ -232,7 +236,7 @@ def prepare(args: argparse.Namespace, clock: Callable[[], float] = time.perf_cou
         raise ValueError(f"--draft-vocab-size {args.draft_vocab_size} is more than the model's vocabulary, {vocab_size}")
     if args.mask_token_id is not None and args.mask_token_id >= vocab_size:
         raise ValueError(f"--mask-token-id {args.mask_token_id} is none of the model's tokens, 0 to {vocab_size - 1}")
-    reader = Reader(args.model)
+    reader = Reader(args.model, [path for path in (args.out, args.states) if path is not None])
     held = reader.read(args.heldout, "--heldout", as_prompts=args.answers is not None) if args.heldout else None
     documents = reader.read(args.data, "--data", as_prompts=args.answers is not None)
     if held is not None:
@@ -302,7 +306,7 @@ def free_memory() -> None:
 
 
 def run_command(args: argparse.Namespace, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any] | None:
-    """Trains and reports; None: SIGINT ended it, and all is saved. clock: of --minutes, in seconds. Raises ValueError, ModelError, ConfigError."""
+    """Trains and reports; None: a signal ended it, and all is saved. clock: of --minutes, in seconds. Raises ValueError, ModelError, ConfigError."""
     check(args)
     with held(args.out):
         return _run(args, clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ PROMPT_SHARE = 4
 
 
 class Reader:
-    """Files as documents of token ids. Raises ModelError for the model's tokenizer."""
+    """Files as documents of token ids."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, own: Sequence[Path] = ()) -> None:
+        """own: folders that a run writes to, which may lie in folders of data. Raises ModelError for the model's tokenizer."""
+        self._own = [Path(os.path.realpath(path)) for path in own]
         try:
             self._tokenizer = Tokenizer(model)
         except Exception as error:  # the library has no kind of its own
@@ -41,7 +44,7 @@ class Reader:
         """
         if missing := [path for path in paths if not path.exists()]:
             raise ValueError(f"{option} {missing[0]} does not exist")
-        files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path]) if f.is_file()]
+        files = [f for path in paths for f in (self._list(path) if path.is_dir() else [path]) if f.is_file()]
         files = [f for f in files if f.suffix in SUFFIXES or f in paths]
         found: list[np.ndarray] = []
         for file in tqdm(files, desc="tokens", unit="file", mininterval=2.0, disable=len(files) < 500):
@@ -53,6 +56,12 @@ class Reader:
         if not found:
             raise ValueError(f"{option} {', '.join(map(str, paths))}: no *.py, *.txt, *.md, *.jsonl, *.u16 or *.u32 there")
         return found
+
+    def _list(self, folder: Path) -> list[Path]:
+        """All that is in it, but for what the run itself writes: a run that goes on reads what it began with."""
+        root = Path(os.path.realpath(folder))
+        own = [folder / path.relative_to(root) for path in self._own if path.is_relative_to(root)]
+        return [path for path in sorted(folder.rglob("*")) if not any(map(path.is_relative_to, own))]
 
     def _read_file(self, file: Path, as_prompts: bool) -> list[np.ndarray]:
         if file.suffix in (".xz", ".u16", ".u32"):

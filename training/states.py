@@ -24,6 +24,7 @@ from training.target import States, Target
 CACHED_DTYPE = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
 """NumPy has no bfloat16: its bits are kept."""
 FINAL = "final"
+PART = ".part"
 STATES_FILE = "states.json"
 """What the states are of."""
 
@@ -94,12 +95,13 @@ class OfflineStates:
             raise ValueError(f"--states {self._folder}: {error.strerror}") from None
 
     def _compute(self, names: Sequence[str]) -> None:
+        self._remove_parts()  # of a process that was killed
         count, context, hidden = self._shape
         wanted, free = len(names) * count * context * hidden * self._stored.itemsize, shutil.disk_usage(self._folder).free
         if wanted > free:
             raise ValueError(f"--states {self._folder}: the states take {wanted / 2**30:.2f} GiB, {free / 2**30:.2f} GiB of the disk are free")
         layers = [int(name) for name in names if name != FINAL]
-        parts = {name: self._path(name).with_suffix(".part") for name in names}
+        parts = {name: self._path(name).with_suffix(PART) for name in names}
         files: dict[str, BinaryIO] = {}
         try:
             files |= {name: path.open("wb") for name, path in parts.items()}
@@ -121,6 +123,12 @@ class OfflineStates:
             for file in files.values():
                 with suppress(OSError):  # what a full disk did not take is told above
                     file.close()
+            self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        """Half-written states: they take the room that whole ones need."""
+        for path in self._folder.glob(f"*{PART}"):
+            path.unlink(missing_ok=True)
 
     def read(self, starts: torch.Tensor) -> States:
         """starts [B]: numbers of windows, below num_starts."""

@@ -17,6 +17,7 @@ from backend.model_checks import check_model, read_model_config
 from backend.models import load_model
 from backend.models.layers import ATTENTION, Weights
 from backend.models.loading import open_checkpoint
+from backend.models.rope_spec import RopeSpec, describe_rope
 from backend.models.spec import AttentionSpec
 from backend.parallel.ranks import Ranks
 from kernels import ops
@@ -26,7 +27,6 @@ MAX_FORWARD_TOKENS = 2**15
 """Of one forward, so that what layers hold between them stays small."""
 MAX_SHAPES = 8
 """Of forwards whose plans are kept."""
-ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 @dataclass(slots=True)
@@ -83,10 +83,9 @@ class Target:
         else:  # latents: a drafter's layer keeps keys and values
             size = 128 if self.hidden_size % 128 == 0 else 64
             num_q = num_kv = max(1, self.hidden_size // size)
-        rope = {key: config[key] for key in ROPE_KEYS if config.get(key) is not None}
-        turning, _, _ = part.turning
-        if turning.dim < size or not isinstance(part, AttentionSpec) or any(isinstance(v, dict) for v in rope.get("rope_parameters", {}).values()):
-            rope = {"rope_theta": turning.theta}  # a drafter's layer turns whole heads, all layers alike
+        rope, _, _ = part.turning
+        if rope.dim < size or not isinstance(part, AttentionSpec):
+            rope = RopeSpec(size, rope.theta)  # a drafter's layer turns whole heads
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -97,7 +96,7 @@ class Target:
             "max_position_embeddings": self.max_model_len,
             "rms_norm_eps": self.eps,
             "hidden_act": "silu",
-            **rope,
+            **describe_rope(rope),
         }
 
     @torch.no_grad()

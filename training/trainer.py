@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from backend.devices import on_stream
+from deploy.endings import ENDING_SIGNALS, hear_endings
 from training.checkpoints import open_log, resume, save, told
 from training.drafters import Drafter
 from training.objective import Objective
@@ -37,30 +36,33 @@ COMPILED_BY, TIMED_STEPS = 5, 20
 
 
 def train(run: Run, ids: torch.Tensor) -> bool:
-    """Trains on token ids [T] int32 and writes the drafter, checkpoints and `log.jsonl`; false when SIGINT ended it: all is saved then.
+    """Trains on token ids [T] int32 and writes the drafter, checkpoints and `log.jsonl`; false when a signal ended it: all is saved then.
 
     Raises ValueError, ModelError; KeyboardInterrupt where nothing is saved yet.
     """
     if run.processes == 1:
         return _train(0, run, ids)
-    told_to_end = False
+    context, told_to_end = None, False
     shared, meeting = ids.share_memory_(), run.out / f".meeting-{os.getpid()}"
     meeting.unlink(missing_ok=True)
-    context = multiprocessing.start_processes(_join, (run, shared, str(meeting)), nprocs=run.processes, join=False, start_method="spawn")
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward(number: int) -> None:
         nonlocal told_to_end
         told_to_end = True
-        for process in context.processes:
+        for process in () if context is None else context.processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGINT)
 
     try:
         with _handling(forward):
+            context = multiprocessing.start_processes(_join, (run, shared, str(meeting)), nprocs=run.processes, join=False, start_method="spawn")
+            if told_to_end:  # while they were started
+                forward(signal.SIGINT)
             while not context.join():
                 pass
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
-        is_told = isinstance(error, multiprocessing.ProcessExitedException) and error.signal_name in (None, "SIGINT")
+        endings = (None, *(number.name for number in (signal.SIGINT, *ENDING_SIGNALS)))
+        is_told = isinstance(error, multiprocessing.ProcessExitedException) and error.signal_name in endings
         if told_to_end and is_told:  # before the loop, which would have saved
             raise KeyboardInterrupt from None
         text = str(error).strip()
@@ -72,14 +74,10 @@ def train(run: Run, ids: torch.Tensor) -> bool:
 
 
 def _join(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
-    try:
-        _meet(rank, run, ids, meeting)
-    except KeyboardInterrupt:
-        # torch would have it end well, and the others, who may wait for it where no signal is heard, wait on.
-        raise SystemExit(128 + signal.SIGINT) from None
-
-
-def _meet(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
+    # torch has the system send it where the parent has died. Whoever waits for others runs no handler, and background jobs of a script ignore it:
+    # until the loop, which saves, it ends the process. That a terminal closes is for the parent to pass on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     is_gpu = run.device.startswith("cuda")
     if is_gpu:
         torch.cuda.set_device(rank)
@@ -96,12 +94,13 @@ def _meet(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
 
 
 class _Stop:
-    """SIGINT asks the loop to save and end; a second one ends a process that is alone (of several each gets the terminal's and the first one's)."""
+    """A signal that asks a process to end asks the loop to save first; a second one ends a process that is alone (of several each gets the terminal's
+    and the first one's)."""
 
     def __init__(self, run: Run) -> None:
         self.is_asked, self._is_alone = False, run.processes == 1
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int) -> None:
         if self.is_asked and self._is_alone:
             raise KeyboardInterrupt
         self.is_asked = True
@@ -154,15 +153,16 @@ class _Timer:
 
 
 @contextmanager
-def _handling(handler: Any) -> Iterator[None]:
+def _handling(handler: Callable[[int], object], numbers: Sequence[int] = (signal.SIGINT, *ENDING_SIGNALS)) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, handler)
+    before = hear_endings(handler, numbers)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, own in before.items():
+            signal.signal(number, own)
 
 
 def make_optimizers(drafter: Drafter, lr: float) -> list[torch.optim.Optimizer]:
@@ -207,7 +207,9 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
     own = slice(rank * share, (rank + 1) * share)
     stop, timer, done = _Stop(run), _Timer(run, device, first, spent, is_fixed=steps is not None), first
     bar = tqdm(initial=first, total=steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
-    with bar, told(run.out, run.checkpoint), _handling(stop), open_log(run, first, is_first=is_first) as log:
+    # torch ends the other processes by SIGTERM where one has failed: they may wait for it in a call that never returns.
+    heard = _handling(stop) if run.processes == 1 else _handling(stop, (signal.SIGINT,))
+    with bar, told(run.out, run.checkpoint), heard, open_log(run, first, is_first=is_first) as log:
         while done != steps:
             starts = torch.randint(source.num_starts, (run.batch_size,), generator=generator)
             states, anchors = source.read(starts[own]), run.draw_anchors(generator)

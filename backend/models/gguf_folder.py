@@ -48,10 +48,10 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
                 numbers, kind = weights.read(name, shape)
                 kept = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
                 writer.add({name: numbers.to(kept)})
-        _write(out / "config.json", {"dtype": own.dtype if dtype == "auto" else dtype} | config)
         _write(out / "generation_config.json", own.generation)
         (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
         _write(out / "tokenizer_config.json", own.settings)
+        _write(out / "config.json", {"dtype": own.dtype if dtype == "auto" else dtype} | config)  # last: what is ended before is no model
 
 
 def read_file(path: Path) -> tuple[GgufFile, dict[str, Any], DecoderSpec]:

@@ -17,7 +17,7 @@ from backend.drafter_checks import MODULES_METHOD, check_drafter_folder, find_me
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_drafter, check_model, check_split, find_architecture
-from backend.model_files import MODULES, find_weights, open_weights, read_config
+from backend.model_files import MODULES, find_pickled, find_weights, open_weights, read_config
 from backend.models.embedding import splits_embedding
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.gguf_folder import read_file
@@ -97,11 +97,14 @@ def _own_drafter(path: Path, config: Mapping[str, Any], has_weights: bool) -> di
         return None
     except ModelError as error:
         try:
-            if (method := find_method(path, has_weights=has_weights)) != MODULES_METHOD:
-                return {"drafter": f"of method {method}", "fits": "--target MODEL says whether a model is one that it was made for"}
-            spec = check_drafter(path, has_weights=has_weights)
+            method = find_method(path, has_weights=has_weights)
+            spec = check_drafter(path, has_weights=has_weights) if method == MODULES_METHOD else None
         except ModelError:
             raise error from None  # of the two, that it is no model known here
+    if spec is None:
+        if has_weights and find_pickled(path) is None:
+            _stored(path)  # raises what reading them does
+        return {"drafter": f"of method {method}", "fits": "--target MODEL says whether a model is one that it was made for"}
     names = f"{len(spec.layers)} modules of multi-token prediction" if len(spec.layers) > 1 else "a module of multi-token prediction"
     fits = f"targets of hidden_size {spec.hidden_size} and vocab_size {spec.vocab_size}; --target MODEL says whether a model is one"
     return {"drafter": names, "parameters": _count(spec), "fits": fits}

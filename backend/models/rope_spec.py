@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from backend.errors import ModelError
 from backend.models.values import Values
@@ -150,3 +151,23 @@ def _read_kind(values: Values, scaling: Values, kind: str, rope: RopeSpec, origi
             raise place.refuse(ORIGINAL_LEN, "2 at least")
     fields = {name: getattr(rope, name) for name in ("dim", "theta", "kind", "is_interleaved")}
     return RopeSpec(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def describe_rope(rope: RopeSpec) -> dict[str, Any]:
+    """The keys of a config.json from which `read_rope` makes it, of a family that turns whole heads and has one kind of layer."""
+    own: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.kind == "default":
+        return own
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind in ("llama3", "yarn", "longrope"):
+        scaling[ORIGINAL_LEN] = rope.original_len
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.attention_factor is not None:
+        scaling["attention_factor"] = rope.attention_factor
+    if rope.kind == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.is_truncated}
+        scaling |= {} if rope.mscale is None else dict(zip(("mscale", "mscale_all_dim"), rope.mscale))
+    if rope.kind == "longrope":
+        scaling |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+    return own | {"rope_scaling": scaling}

@@ -91,10 +91,10 @@ class Drafter(nn.Module):
     def save(self, target: Target, out: Path, dtype: torch.dtype) -> None:
         """Writes what the engine loads: config.json and model.safetensors, floating point weights in dtype."""
         out.mkdir(parents=True, exist_ok=True)
-        values = self.config(target) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         tensors = {}
         for name, weight in self.named().items():
             own = weight.detach().cpu()
             tensors[name] = (own.to(dtype) if own.is_floating_point() else own).contiguous().clone()
         save_weights(tensors, out / "model.safetensors")
+        values = self.config(target) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")  # last: what is ended before is no drafter
