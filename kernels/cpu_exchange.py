@@ -13,12 +13,14 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
 
 from kernels._cpus import count_cpus
 from kernels._load_cpu import find_library
+from kernels.tape import Kind, current
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class _Exchange(ctypes.Structure):
         ("spins", ctypes.c_int64),
         ("limit", ctypes.c_int64),
         ("failed", ctypes.c_int64),
+        ("outcome", ctypes.c_int64),
         ("number", ctypes.c_uint32),
     ]
 
@@ -81,7 +84,7 @@ class HostMemory:
         """memory: `num_bytes(size)`, all zeros at first. limit: how long an exchange may wait for another rank."""
         self.size, self._bytes = size, np.frombuffer(memory, dtype=np.uint8)
         spins = SPINS if size <= count_cpus() else 0
-        self._own = _Exchange(self._bytes.ctypes.data, rank, size, PIECE_BYTES, spins, 0, -1, 0)
+        self._own = _Exchange(self._bytes.ctypes.data, rank, size, PIECE_BYTES, spins, 0, -1, Outcome.DONE, 0)
         self.limit(limit)
 
     def limit(self, timeout: timedelta) -> None:
@@ -96,7 +99,9 @@ class HostMemory:
         part = x.contiguous()
         library = _library()
         assert library is not None, "meet_host comes first"
-        self._check(library.foretoken_all_reduce(ctypes.addressof(self._own), part.data_ptr(), part.numel(), x.dtype == torch.bfloat16))
+        arguments = (part.numel(), x.dtype == torch.bfloat16)
+        outcome = library.foretoken_all_reduce(ctypes.addressof(self._own), part.data_ptr(), *arguments)
+        self._check(outcome, Kind.ALL_REDUCE, part, *arguments)
         return x if part is x else x.copy_(part)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,20 +118,26 @@ class HostMemory:
         assert library is not None, "meet_host comes first"
         parts = x.new_empty(self.size, *([count, *x.shape[1:]] if x.dim() else []))
         begin, width = first * (x.nbytes // max(len(x), 1) if x.dim() else 0), parts.nbytes // self.size
-        outcome = library.foretoken_gather(ctypes.addressof(self._own), x.data_ptr(), x.nbytes, begin, begin + width, parts.data_ptr())
-        self._check(outcome)
+        arguments = (x.nbytes, begin, begin + width)
+        outcome = library.foretoken_gather(ctypes.addressof(self._own), x.data_ptr(), *arguments, parts.data_ptr())
+        self._check(outcome, Kind.GATHER_PARTS, x, *arguments, parts)
         return parts
 
-    def _check(self, outcome: int) -> None:
-        if outcome == Outcome.DONE:
-            return
+    def _check(self, outcome: int, kind: Kind, *arguments: Any) -> None:
+        if outcome != Outcome.DONE:
+            raise self._explain()
+        if (tape := current.tape) is not None:
+            tape.note(kind, self._own, *arguments)
+            tape.explain(kind, self._explain)
+
+    def _explain(self) -> RuntimeError:
         own = self._own
-        raise RuntimeError(
+        return RuntimeError(
             {
                 Outcome.OVER: f"rank {own.rank} of {own.size}: exchanges were ended, as some rank is gone",
                 Outcome.LATE: f"rank {own.rank} of {own.size}: an exchange timed out after {own.limit / 1e9:.1f} s of waiting for rank {own.failed}",
                 Outcome.DIFFERENT: f"rank {own.rank} of {own.size} and rank {own.failed} make different exchanges, or of different sizes",
-            }[Outcome(outcome)]
+            }[Outcome(own.outcome)]
         )
 
     def abort(self) -> None:

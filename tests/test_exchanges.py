@@ -16,6 +16,7 @@ import torch
 from backend.parallel.ranks import Ranks
 from kernels import cpu_exchange
 from kernels.cpu_exchange import HEAD_BYTES, PIECE_BYTES, HostMemory
+from kernels.tape import CannotRecord, record
 from tests.test_mixtures import on_ranks
 
 pytestmark = pytest.mark.skipif(cpu_exchange._library() is None, reason="no kernels are compiled here")
@@ -138,6 +139,28 @@ def test_ranks_that_make_different_exchanges() -> None:
         return refused(ranks, words, lambda: ranks.all_reduce(torch.zeros(5 + ranks.rank)))
 
     assert on_ranks(2, differ) == [True] * 2
+
+
+def test_exchanges_are_recorded() -> None:
+    """A tape makes them again, of what its inputs hold then; one that fails says why. Sums that go another way are not recorded."""
+
+    def play(ranks: Ranks) -> bool:
+        x, y, other = torch.zeros(2, 3), torch.zeros(1, 5), torch.zeros(2, dtype=torch.float64)
+        with torch.inference_mode():
+            with pytest.raises(CannotRecord, match="a sum by the group"):
+                record(lambda: [ranks.all_reduce(other)])
+            tape, (total, parts) = record(lambda: [ranks.all_reduce(x.clone()), ranks.gather_vocabulary(y.clone(), 10)], [x, y])
+            for number in range(3):
+                x.fill_(number + ranks.rank)
+                y.fill_(number * (1 - ranks.rank))
+                tape.play()
+                assert torch.equal(total, torch.full((2, 3), 2.0 * number + 1))
+                assert torch.equal(parts, torch.cat([torch.full((1, 5), float(number)), torch.zeros(1, 5)], dim=1))
+            ranks.least(0, torch.device("cpu"))
+            ranks.abort()
+            return refused(ranks, "exchanges were ended", tape.play)
+
+    assert on_ranks(2, play) == [True] * 2
 
 
 @pytest.mark.parametrize("what", ["_make", "_open", "_library"])

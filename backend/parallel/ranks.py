@@ -20,6 +20,7 @@ from backend.parallel.split import check_divides
 from kernels import peer_memory, scattered
 from kernels.all_reduce import PeerMemory, all_gather, all_reduce, can_all_gather, can_all_reduce, can_share_rows, meet_peers, share_rows
 from kernels.cpu_exchange import HostMemory, meet_host
+from kernels.tape import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Ranks:
             return all_reduce(x, self.peers)
         if self.host is not None and self.host.can_all_reduce(x):
             return self.host.all_reduce(x)
+        refuse("a sum by the group")
         self._group.allreduce([x]).wait()
         return x
 

@@ -42,6 +42,7 @@ struct Exchange {
   int64_t spins;   // looks before others are let run
   int64_t limit;   // nanoseconds to wait for another rank
   int64_t failed;  // the rank for which an exchange failed
+  int64_t outcome;  // of the last one
   uint32_t number;
 
   std::atomic<uint32_t>& is_over() const { return *reinterpret_cast<std::atomic<uint32_t>*>(memory); }
@@ -115,6 +116,7 @@ Outcome exchange(Exchange& own, Kind kind, const uint8_t* source, int64_t num_by
     if (outcome == DONE) read(begin, size);
   }
   if (outcome == LATE || outcome == DIFFERENT) end(own);
+  own.outcome = outcome;
   return outcome;
 }
 
