@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
 """What a rank shows the others at a time, and once more: more goes in several pieces."""
 HEAD_BYTES = 64
-SPINS = 300
-"""Looks before a rank lets others run between them, some 10 us: on a machine with other work more takes the time of the rank that is waited for.
-Where there are more ranks than CPUs it lets them run at once."""
+SPINS = 100
+"""Looks before a rank sleeps until it is woken, some 3 us: on a machine with other work more takes the time of the rank that is waited for. Where
+there are more ranks than CPUs it sleeps at once. It does not yield in between: Linux makes who does wait for a turn of all others (since 6.6)."""
 NAME = "foretoken-exchanges"
 """By which /proc shows the memory."""
 

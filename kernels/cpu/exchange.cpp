@@ -3,7 +3,6 @@
 // Each rank has room for two pieces. It writes one, says its number, waits until all others have said theirs, and reads them. Nobody says a number
 // before it has read the pieces of the number before: whoever has seen all say n - 1 may write over piece n - 2.
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -18,7 +17,6 @@
 
 namespace {
 
-constexpr int YIELDS = 64;                    // looks with others let run between them, before a rank sleeps
 constexpr int64_t NAP = 50'000'000;           // nanoseconds of a sleep, after which it looks whether all is over
 constexpr int64_t SECOND = 1'000'000'000;
 constexpr long BLOCK = 512;                   // values that are added at a time: they stay in the nearest cache
@@ -39,7 +37,7 @@ static_assert(sizeof(Place) == HEAD_BYTES && std::atomic<uint32_t>::is_always_lo
 struct Exchange {
   uint8_t* memory;  // all ranks': whether it is over, places, pieces
   int64_t rank, size, piece_bytes;
-  int64_t spins;   // looks before others are let run
+  int64_t spins;   // looks before it sleeps
   int64_t limit;   // nanoseconds to wait for another rank
   int64_t failed;  // the rank for which an exchange failed
   int64_t outcome;  // of the last one
@@ -79,8 +77,6 @@ bool has_come(const Place& place, uint32_t number) { return int32_t(place.number
 
 Outcome await(const Exchange& own, Place& place) {
   for (long spins = 0; spins < own.spins; spins++, relax())
-    if (has_come(place, own.number)) return DONE;
-  for (int yields = 0; yields < YIELDS; yields++, sched_yield())
     if (has_come(place, own.number)) return DONE;
   const int64_t begin = now();
   for (;;) {
