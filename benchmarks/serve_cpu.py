@@ -134,7 +134,7 @@ def ngram_on_editing(repeats: int) -> dict[str, dict]:
 
 
 def ranks_against_one(repeats: int) -> dict[str, dict]:
-    """Two processes of one thread each, which exchange sums by gloo, against one process of one thread."""
+    """Two processes of one thread each, which exchange sums by the memory that they share, against one process of one thread."""
     pair, one = LLM(tensor_parallel_size=2, num_threads=1), LLM(num_threads=1)
     results = {
         f"two ranks / one, {name}": compare(offline(pair, requests, "none"), offline(one, requests, "none"), repeats)

@@ -1,4 +1,5 @@
-"""Compiles the project's C++ sources for this machine's processor, keeps what it made on disk, and loads it: for float32 steps on CPU.
+"""Compiles the project's C++ sources for this machine's processor, keeps what it made on disk, and loads it: for float32 steps on CPU, and for what
+ranks exchange there.
 
 Where there is no compiler, the twins in torch compute instead: slower, not wrong.
 """

@@ -42,6 +42,8 @@ class Kind(IntEnum):
     APPEND_DRAFT = 12
     CLOCK = 13
     STOP = 14
+    ALL_REDUCE = 15
+    GATHER_PARTS = 16
 
 
 MOST_ARGUMENTS = 11
@@ -108,6 +110,7 @@ class Tape:
         self._calls: Any = None
         self._times = np.zeros(1 + MOST_TIMES, dtype=np.int64)
         self._num_times = 0
+        self._explanations: dict[Kind, Callable[[], Exception]] = {}
 
     def note(self, kind: Kind, *arguments: Any) -> None:
         """A call of a compiled kernel with these: addresses are given by what lies there, None is null."""
@@ -126,6 +129,10 @@ class Tape:
         if isinstance(own, float):
             return int.from_bytes(struct.pack("<f", own), "little")
         return int(own)
+
+    def explain(self, kind: Kind, explanation: Callable[[], Exception]) -> None:
+        """Why such a call fails; those of other kinds fail where a place is none."""
+        self._explanations[kind] = explanation
 
     def note_time(self) -> None:
         """A look at the clock of time.perf_counter(), which `times` has."""
@@ -149,12 +156,14 @@ class Tape:
         return len(self._noted) if self._calls is None else len(self._calls)
 
     def play(self) -> None:
-        """Raises IndexError for a place that is none, such as a slot past the cache."""
+        """Raises IndexError for a place that is none, such as a slot past the cache; and what calls explain themselves by (`explain`)."""
         library = _library()
         assert library is not None and self._calls is not None, "a tape is recorded first"
         failed = library.foretoken_play(ctypes.addressof(self._calls), len(self._calls), torch.get_num_threads())
         if failed:
             kind = Kind(self._calls[failed - 1].kind)
+            if (explanation := self._explanations.get(kind)) is not None:
+                raise explanation()
             raise IndexError(f"call {failed} of {len(self._calls)} of a recorded step, {kind.name}, was given a row that does not exist")
 
 

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,8 @@ from backend.errors import ConfigError
 from backend.parallel.split import check_divides
 from kernels import peer_memory, scattered
 from kernels.all_reduce import PeerMemory, all_gather, all_reduce, can_all_gather, can_all_reduce, can_share_rows, meet_peers, share_rows
+from kernels.cpu_exchange import HostMemory, meet_host
+from kernels.tape import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ UNIT = 8
 """Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
 MIN_SHARED_ROWS = 32
 """Of fewer rows each rank chooses all tokens: another exchange takes longer than that."""
+MAX_BYTES = 64
+"""Of what ranks tell each other where they meet."""
 WHOLE = (slice(None),)
 """All rows at once."""
 
@@ -65,6 +69,8 @@ class Ranks:
     """Through which large sums go there."""
     sockets: frozenset[str] = frozenset()
     """On CPU the connections of the group, as /proc names them."""
+    host: HostMemory | None = None
+    """On CPU what ranks of one host exchange by."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -97,6 +103,9 @@ class Ranks:
             return x
         if self.peers is not None and can_all_reduce(x, self.size):
             return all_reduce(x, self.peers)
+        if self.host is not None and self.host.can_all_reduce(x):
+            return self.host.all_reduce(x)
+        refuse("a sum by the group")
         self._group.allreduce([x]).wait()
         return x
 
@@ -146,8 +155,11 @@ class Ranks:
             return share_rows(x, self.peers)
         share = -(-len(x) // self.size)
         x = torch.nn.functional.pad(x, (0, 0, 0, share * self.size - len(x)))
-        parts = x.new_empty(self.size, share, x.shape[1])
-        self._group.alltoall_base(parts.flatten(0, 1), x.contiguous(), [], []).wait()
+        if self.host is not None:
+            parts = self.host.share(x)
+        else:
+            parts = x.new_empty(self.size, share, x.shape[1])
+            self._group.alltoall_base(parts.flatten(0, 1), x.contiguous(), [], []).wait()
         return parts.transpose(0, 1).reshape(share, -1)
 
     def gather_words(self, words: torch.Tensor) -> torch.Tensor:
@@ -158,9 +170,16 @@ class Ranks:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]: what each rank has."""
+        if self.host is not None:
+            return self.host.gather(x)
         parts = x.new_empty(self.size, *x.shape)
         self._group.allgather([list(parts.unbind())], [x.contiguous()]).wait()
         return parts
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """What each rank has, of up to MAX_BYTES without zeros at the end. On CPU."""
+        words = torch.frombuffer(bytearray(own.ljust(MAX_BYTES, b"\0")), dtype=torch.uint8)
+        return [part.numpy().tobytes().rstrip(b"\0") for part in self.gather(words)]
 
     def least(self, value: int, device: torch.device) -> int:
         """The least of the ranks' values, for what all of them must agree on. Waits for all."""
@@ -168,12 +187,16 @@ class Ranks:
 
     def limit(self, timeout: timedelta) -> None:
         """How long an exchange from now on may wait for another rank."""
+        if self.host is not None:
+            self.host.limit(timeout)
         if self.group is not None:
             self.group._set_default_timeout(timeout)
 
     def abort(self) -> None:
-        """Exchanges that wait for a rank that is gone wait no longer, from any thread: gloo's raise, which alone would wait for its own time limit;
-        on GPUs they end, with results that are of no use."""
+        """Exchanges that wait for a rank that is gone wait no longer, from any thread: on CPU they raise, which alone would wait for their own time
+        limit; on GPUs they end, with results that are of no use."""
+        if self.host is not None:
+            self.host.abort()
         if self.sockets:
             for number, name in _open_sockets().items():
                 if name in self.sockets:
@@ -224,7 +247,8 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address or LOOPBACK)]
     group = dist.ProcessGroupGloo(own, rank, size, gloo)
     group.barrier().wait()  # type: ignore[attr-defined]
-    return Ranks(rank, size, group, sockets=frozenset(_open_sockets().values()) - before)
+    ranks = Ranks(rank, size, group, sockets=frozenset(_open_sockets().values()) - before)
+    return ranks if address else replace(ranks, host=meet_host(rank, size, timeout, ranks.gather_bytes))
 
 
 def meet_through(

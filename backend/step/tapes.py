@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from backend.models import Model
+from backend.parallel.ranks import Ranks
 from kernels import ops
 from kernels.cpu_attention import CpuRows
 from kernels.tape import CannotRecord, is_recording, record
@@ -50,9 +51,11 @@ class _Recorded:
 
 
 class Tapes:
-    """Of the functions of one worker."""
+    """Of the functions of one worker. Ranks record and compare the same ones in the same steps: what decides it is equal on all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        """ranks: that compute together, by exchanges that can be recorded; None: this one alone."""
+        self._ranks = ranks or Ranks()
         self._all: dict[Hashable, _Recorded] = {}
         """By a function's name, and the shapes of what it takes."""
         self._refused: set[Hashable] = set()
@@ -91,7 +94,8 @@ class Tapes:
             return made
         self._has_news = True
         made = [result.clone() for result in bind(list(inputs))()]
-        own.is_checked = all(map(_are_same, made, own.play(inputs, rows)))
+        are_same = all(map(_are_same, made, own.play(inputs, rows)))
+        own.is_checked = bool(self._ranks.least(int(are_same), inputs[0].device))  # one that plays and one that does not would be apart later
         if not own.is_checked:
             logger.warning("a recorded step on CPU computes something else than the step does (%s): it is not used", name)
             self._refuse(name)
@@ -136,5 +140,6 @@ def _are_same(made: torch.Tensor, other: torch.Tensor) -> bool:
 
 def find_tapes(model: Model, dtype: torch.dtype, device: torch.device) -> Tapes | None:
     """None: nothing that this target computes is worth it, or can be recorded."""
-    is_possible = device.type == "cpu" and dtype == torch.float32 and model.ranks.size == 1
-    return Tapes() if is_possible and model.num_multiplied <= MOST_MULTIPLIED else None
+    can_exchange = model.ranks.size == 1 or model.ranks.host is not None
+    is_possible = device.type == "cpu" and dtype == torch.float32 and can_exchange
+    return Tapes(model.ranks) if is_possible and model.num_multiplied <= MOST_MULTIPLIED else None

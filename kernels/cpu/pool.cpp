@@ -14,18 +14,12 @@
 #include <system_error>
 #include <thread>
 
+#include "relax.h"
+
 namespace {
 
 constexpr int SPINS = 4000;        // looks before a helper sleeps: some 0.1 ms, in which a step's next product comes
 constexpr int PATIENT_SPINS = 256;  // before who waits for a helper lets others run
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 struct Pool {
   std::mutex taken;                 // by the thread whose job it is

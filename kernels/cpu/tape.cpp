@@ -7,7 +7,7 @@
 
 namespace {
 
-enum Kind { LINEAR, APPEND_KV, ATTENTION, RMS_NORM, NORM_HEADS, COPY, GATHER, SCATTER, EQUALS, FILL, LIKELIEST, NOTE_DRAFT, APPEND_DRAFT, CLOCK, STOP };
+enum Kind { LINEAR, APPEND_KV, ATTENTION, RMS_NORM, NORM_HEADS, COPY, GATHER, SCATTER, EQUALS, FILL, LIKELIEST, NOTE_DRAFT, APPEND_DRAFT, CLOCK, STOP, ALL_REDUCE, GATHER_PARTS };
 
 struct Call {
   int64_t kind;
@@ -38,7 +38,7 @@ bool move(
   return true;
 }
 
-enum Outcome { NO_PLACE, DONE, ENOUGH };
+enum Outcome { FAILED, DONE, ENOUGH };
 
 Outcome play(const Call& call, int threads) {
   const int64_t* a = call.own;
@@ -51,7 +51,7 @@ Outcome play(const Call& call, int threads) {
       return foretoken_append_kv(
           at<float>(a[0]), a[1], a[2], a[3], at<float>(a[4]), at<float>(a[5]), at<int32_t>(a[6]), at<int64_t>(a[7]), a[8], at<Cache>(a[9]),
           at<float>(a[10]))
-                 ? NO_PLACE
+                 ? FAILED
                  : DONE;
     case ATTENTION:
       foretoken_attention(at<float>(a[0]), a[1], at<Requests>(a[2]), at<Cache>(a[3]), a[4], as_float(a[5]), at<float>(a[6]), threads);
@@ -63,11 +63,11 @@ Outcome play(const Call& call, int threads) {
       foretoken_norm_heads(at<float>(a[0]), a[1], a[2], a[3], a[4], at<float>(a[5]), as_float(a[6]));
       return DONE;
     case COPY:  // to, its stride, from, its stride, rows, width
-      return move(at<float>(a[0]), a[1], nullptr, at<float>(a[2]), a[3], nullptr, a[4], a[5], 0) ? DONE : NO_PLACE;
+      return move(at<float>(a[0]), a[1], nullptr, at<float>(a[2]), a[3], nullptr, a[4], a[5], 0) ? DONE : FAILED;
     case GATHER:  // to, its stride, from, its stride, places, rows, width, limit
-      return move(at<float>(a[0]), a[1], nullptr, at<float>(a[2]), a[3], at<int64_t>(a[4]), a[5], a[6], a[7]) ? DONE : NO_PLACE;
+      return move(at<float>(a[0]), a[1], nullptr, at<float>(a[2]), a[3], at<int64_t>(a[4]), a[5], a[6], a[7]) ? DONE : FAILED;
     case SCATTER:
-      return move(at<float>(a[0]), a[1], at<int64_t>(a[4]), at<float>(a[2]), a[3], nullptr, a[5], a[6], a[7]) ? DONE : NO_PLACE;
+      return move(at<float>(a[0]), a[1], at<int64_t>(a[4]), at<float>(a[2]), a[3], nullptr, a[5], a[6], a[7]) ? DONE : FAILED;
     case EQUALS:  // which integers, how many, the value, where
       for (long i = 0; i < a[1]; i++) at<bool>(a[3])[i] = at<int64_t>(a[0])[i] == a[2];
       return DONE;
@@ -94,19 +94,23 @@ Outcome play(const Call& call, int threads) {
     }
     case STOP:  // numbers, how many, and what their sum is less than where it is enough
       return foretoken_sum(at<float>(a[0]), a[1]) < *at<float>(a[2]) ? ENOUGH : DONE;
+    case ALL_REDUCE:
+      return foretoken_all_reduce(at<Exchange>(a[0]), at<void>(a[1]), a[2], int(a[3])) ? FAILED : DONE;
+    case GATHER_PARTS:
+      return foretoken_gather(at<Exchange>(a[0]), at<uint8_t>(a[1]), a[2], a[3], a[4], at<uint8_t>(a[5])) ? FAILED : DONE;
   }
-  return NO_PLACE;
+  return FAILED;
 }
 
 }  // namespace
 
 extern "C" {
 
-// 0, or the number of the call, from 1 on, that was given a place which is none.
+// 0, or the number of the call, from 1 on, that was given a place which is none, or whose exchange failed.
 int64_t foretoken_play(const Call* calls, int64_t count, int threads) {
   for (long i = 0; i < count; i++) {
     const Outcome outcome = play(calls[i], threads);
-    if (outcome == NO_PLACE) return i + 1;
+    if (outcome == FAILED) return i + 1;
     if (outcome == ENOUGH) break;
   }
   return 0;
