@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, trials
+from backend.budget.budget import LEAVE_AFTER
 from backend.budget.limits import LEVELS, Choice
 from backend.budget.observing import StepSeen
 from backend.budget.padded import PaddedStep, PaddedTimes
@@ -141,6 +142,43 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
         step = planner.plan(Batch([Scheduled(request, 1, limit, 20, is_decoding=True)]))
         planner.observe(step, [Outcome([1], num_drafts=min(limit, 2))], StepTimes(forward=1e-3, draft=1e-3))
     assert seen[1:] == [[2], [2], [7]]
+
+
+def test_a_report_is_read_where_somebody_looks_at_it() -> None:
+    """To copy and read it takes the host as long as to plan the step. What it has not seen it does not draft in the place of."""
+    planner, drafters = make_planner(**AUTO)
+    own, budget = resolve(SpeculativeConfig(**AUTO), None), drafters.budget
+    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
+    drafters.start(request)
+    planner.plan(Batch([Scheduled(request, 20)]))
+    request.num_computed_tokens = 20
+
+    def plan(is_asked: bool, waits: bool) -> tuple[bool, bool]:
+        """Whether the step reports, and whether the host drafted for it."""
+        budget.begin([request])
+        budget._applied, budget._applied_model, budget._waits, budget.keeps_up = TOP, is_asked, waits, False
+        request.num_steps_ahead = not waits
+        step = planner.plan(Batch([Scheduled(request, 1, TOP, 20, is_decoding=True)]))
+        planner.read(step, 0, Outcome([1]))
+        return step.plan.reports_drafts, step.verified[0].evidence is not None
+
+    assert plan(True, False) == (True, False)
+    assert plan(False, True) == (True, True)
+    assert plan(False, False) == (False, False)
+    assert plan(False, True) == (True, False), "the step's own drafts are verified: the host has not seen them"
+    assert plan(False, True) == (True, True)
+
+
+def test_prompts_are_kept_from_a_model_that_was_left_long_ago() -> None:
+    planner, drafters = make_planner(method="auto", request_methods=["mtp"])
+    own, limits = resolve(SpeculativeConfig(method="auto", request_methods=["mtp"]), None), drafters.budget._limits
+    counts = []
+    for number, (steps, options) in enumerate([(0, {}), (LEAVE_AFTER - 1, {}), (LEAVE_AFTER, {}), (LEAVE_AFTER, {"is_prefill_only": True})]):
+        request = Request(str(number), list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)), **options)
+        limits.num_unasked, drafters.budget._applied, drafters.budget._applied_model = steps, TOP, False
+        step = planner.plan(Batch([Scheduled(request, 20)], fresh_pages=list(range(70))))
+        counts.append(int(step.plan.fields[DRAFTER_COUNT, 0]))
+    assert counts == [21, 21, 0, 21]
 
 
 # -- what is chosen ------------------------------------------------------------------------------------------------------
