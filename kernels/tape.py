@@ -23,6 +23,9 @@ from kernels._load_cpu import find_library
 class CannotRecord(Exception):
     """A function does something beside what a tape can do again."""
 
+    results: Sequence[torch.Tensor] = ()
+    """Of the function, which went on to its end: what it exchanges with other ranks it must not do twice."""
+
 
 class Kind(IntEnum):
     """As in cpu/tape.cpp."""
@@ -111,6 +114,8 @@ class Tape:
         self._times = np.zeros(1 + MOST_TIMES, dtype=np.int64)
         self._num_times = 0
         self._explanations: dict[Kind, Callable[[], Exception]] = {}
+        self.failure: CannotRecord | None = None
+        """The first one."""
 
     def note(self, kind: Kind, *arguments: Any) -> None:
         """A call of a compiled kernel with these: addresses are given by what lies there, None is null."""
@@ -129,6 +134,10 @@ class Tape:
         if isinstance(own, float):
             return int.from_bytes(struct.pack("<f", own), "little")
         return int(own)
+
+    def fail(self, reason: CannotRecord) -> None:
+        """It is of no use; what is recorded goes on."""
+        self.failure = self.failure or reason
 
     def explain(self, kind: Kind, explanation: Callable[[], Exception]) -> None:
         """Why such a call fails; those of other kinds fail where a place is none."""
@@ -184,9 +193,9 @@ def record(function: Callable[[], Sequence[torch.Tensor]], inputs: Sequence[torc
 
     inputs: what it reads, from where it is each time, and may write. Raises CannotRecord.
     """
-    if _library() is None:
-        raise CannotRecord("no kernels are compiled")
     tape = Tape()
+    if _library() is None:
+        tape.fail(CannotRecord("no kernels are compiled"))
     assert current.tape is None, "one at a time"
     current.tape = tape
     try:
@@ -195,15 +204,18 @@ def record(function: Callable[[], Sequence[torch.Tensor]], inputs: Sequence[torc
     finally:
         current.tape = None
     if outside := [list(own.shape) for own in made if not tape.blocks.has(own) and not any(own is known for known in inputs)]:
-        raise CannotRecord(f"results {outside} are not its own")
+        tape.fail(CannotRecord(f"results {outside} are not its own"))
+    if tape.failure is not None:
+        tape.failure.results = made
+        raise tape.failure
     tape.end()
     return tape, made
 
 
 def refuse(what: str) -> None:
-    """Called by a compiled kernel that no tape knows. Raises CannotRecord where one is recorded."""
+    """Called by a compiled kernel that no tape knows: what is recorded cannot be."""
     if current.tape is not None:
-        raise CannotRecord(what)
+        current.tape.fail(CannotRecord(what))
 
 
 aten = torch.ops.aten
@@ -246,6 +258,16 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
+        if self._tape.failure is not None:
+            return made
+        try:
+            return self._note(function, made, args, kwargs)
+        except CannotRecord as reason:
+            self._tape.fail(reason)
+            return made
+
+    def _note(self, function: Any, made: Any, args: Any, kwargs: Any) -> Any:
+        """Raises CannotRecord."""
         if function in ROOM:
             if made.device.type != "cpu" or not made.is_contiguous() or not made.numel():
                 raise CannotRecord(f"room for {list(made.shape)} on {made.device} with strides {list(made.stride())}")

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from backend.parallel.ranks import Ranks
+from backend.step import tapes
+from backend.step.tapes import Tapes
 from kernels import cpu_exchange
 from kernels.cpu_exchange import HEAD_BYTES, PIECE_BYTES, HostMemory
 from kernels.tape import CannotRecord, record
@@ -161,6 +163,29 @@ def test_exchanges_are_recorded() -> None:
             return refused(ranks, "exchanges were ended", tape.play)
 
     assert on_ranks(2, play) == [True] * 2
+
+
+@pytest.mark.parametrize("what", ["too large for one", "not to be recorded by one"])
+def test_ranks_keep_the_same_tapes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that plays what another computes twice, to compare, or computes anew would exchange something else than that."""
+    monkeypatch.setattr(tapes, "MOST_BYTES", 3 * 128 * 4)
+
+    def run(ranks: Ranks) -> bool:
+        def compute(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            x = inputs[0][:, :4].clone()
+            if ranks.rank and what == "not to be recorded by one":
+                x = x + 0
+            return [ranks.all_reduce(ranks.all_reduce(x))]
+
+        own = Tapes(ranks)
+        for number in range(4):
+            x = torch.full((2, 256 if ranks.rank and what == "too large for one" else 64), float(number + ranks.rank))
+            (total,) = own.run("it", lambda inputs: lambda: compute(inputs), [x], 2)
+            assert torch.equal(total, torch.full((2, 4), 2.0 * (2 * number + 1)))
+        return not own._all and (own._refused == {"it"}) == (what == "not to be recorded by one")
+
+    with torch.inference_mode():
+        assert on_ranks(2, run) == [True] * 2
 
 
 @pytest.mark.parametrize("what", ["_make", "_open", "_library"])

@@ -133,6 +133,20 @@ def test_what_cannot_be_recorded_is_computed(compute) -> None:
     assert own._refused == {"it"} and not own._all, "it is not tried again"
 
 
+def test_what_cannot_be_recorded_is_computed_once_all_the_same() -> None:
+    """What it sends to other ranks they get once."""
+    calls: list[int] = []
+    own = Tapes()
+
+    def compute(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        calls.append(1)
+        return [inputs[0] + 1]
+
+    for number in range(1, 4):
+        own.run("it", bound(compute), [torch.randn(2, WIDTH)], 2)
+        assert len(calls) == number
+
+
 def test_what_is_not_the_same_again_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
     """The second time, where something was written that no tape saw."""
     own = Tapes()

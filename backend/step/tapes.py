@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from enum import IntEnum
 
 import torch
 
@@ -26,6 +27,16 @@ MOST_BYTES, MOST_BYTES_OF_ALL = 1 << 22, 1 << 26
 """Of what a function makes, which stays; and of all functions'."""
 MOST_TAPES = 256
 """Of one function."""
+
+
+class _Verdict(IntEnum):
+    """Of what was recorded; of several ranks' the least."""
+
+    REFUSED = 0
+    NO_ROOM = 1
+    TOO_LARGE = 2
+    FITS = 3
+
 
 Bind = Callable[[list[torch.Tensor]], Callable[[], Sequence[torch.Tensor]]]
 """Of tensors, what computes of what they hold: what is not to be recorded of it comes before."""
@@ -51,7 +62,7 @@ class _Recorded:
 
 
 class Tapes:
-    """Of the functions of one worker. Ranks record and compare the same ones in the same steps: what decides it is equal on all of them."""
+    """Of the functions of one worker. Ranks record and compare the same ones in the same steps, or one would exchange what the others do not."""
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         """ranks: that compute together, by exchanges that can be recorded; None: this one alone."""
@@ -62,7 +73,7 @@ class Tapes:
         """Names of functions that cannot be recorded, and keys of what is too much to keep."""
         self._counts: Counter[Hashable] = Counter()
         """By name."""
-        self._num_bytes = 0
+        self._num_bytes, self._is_full = 0, False
         self._has_news = False
 
     def run(
@@ -86,7 +97,7 @@ class Tapes:
             return bind(list(inputs))()
         own = self._all.get(key)
         if own is None:
-            return self._record(name, key, bind, inputs, rows, ends)
+            return self._record(name, key, bind, inputs, rows)
         if own.is_checked:
             made = own.play(inputs, rows)
             if ends is not None:
@@ -106,27 +117,33 @@ class Tapes:
         had, self._has_news = self._has_news, False
         return had
 
-    def _record(
-        self, name: Hashable, key: Hashable, bind: Bind, inputs: Sequence[torch.Tensor], rows: CpuRows | None, ends: list[float] | None
-    ) -> Sequence[torch.Tensor]:
-        if self._counts[name] >= MOST_TAPES or self._num_bytes >= MOST_BYTES_OF_ALL:
+    def _record(self, name: Hashable, key: Hashable, bind: Bind, inputs: Sequence[torch.Tensor], rows: CpuRows | None) -> Sequence[torch.Tensor]:
+        if self._counts[name] >= MOST_TAPES or self._is_full:
             return bind(list(inputs))()
-        self._has_news = True
+        self._has_news, own = True, None
         try:
             own = _Recorded(bind, inputs, rows)
+            results: Sequence[torch.Tensor] = own.results
+            verdict = _Verdict.FITS
+            if own.num_bytes > MOST_BYTES:
+                verdict = _Verdict.TOO_LARGE
+            elif self._num_bytes + own.num_bytes > MOST_BYTES_OF_ALL:
+                verdict = _Verdict.NO_ROOM
         except CannotRecord as reason:
             logger.debug("%s is not recorded: %s", name, reason)
+            results, verdict = reason.results, _Verdict.REFUSED
+        verdict = _Verdict(self._ranks.least(verdict, inputs[0].device))  # ranks' shares of a model may differ in size
+        if verdict == _Verdict.REFUSED:
             self._refuse(name)
-            if ends is not None:
-                ends.clear()
-            return bind(list(inputs))()
-        if own.num_bytes > MOST_BYTES:
+        elif verdict == _Verdict.NO_ROOM:
+            self._is_full = True
+        elif verdict == _Verdict.TOO_LARGE:
             self._refused.add(key)
-        else:
+        elif own is not None:
             self._all[key] = own
             self._counts[name] += 1
             self._num_bytes += own.num_bytes
-        return own.results
+        return results
 
     def _refuse(self, name: Hashable) -> None:
         self._refused.add(name)
@@ -140,6 +157,6 @@ def _are_same(made: torch.Tensor, other: torch.Tensor) -> bool:
 
 def find_tapes(model: Model, dtype: torch.dtype, device: torch.device) -> Tapes | None:
     """None: nothing that this target computes is worth it, or can be recorded."""
-    can_exchange = model.ranks.size == 1 or model.ranks.host is not None
-    is_possible = device.type == "cpu" and dtype == torch.float32 and can_exchange
-    return Tapes(model.ranks) if is_possible and model.num_multiplied <= MOST_MULTIPLIED else None
+    ranks = model.ranks
+    is_possible = device.type == "cpu" and dtype == torch.float32 and (ranks.size == 1 or ranks.host is not None)
+    return Tapes(ranks) if is_possible and ranks.least(int(model.num_multiplied <= MOST_MULTIPLIED), device) else None
