@@ -1583,7 +1583,7 @@ def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     monkeypatch.setitem(sys.modules, "pytriton", None)  # as if it were not installed
     with pytest.raises(LaunchError, match=r"no tritonserver.*pip install --no-deps nvidia-pytriton"):
         server.find_server()
-    monkeypatch.setattr(launcher, "find_model", lambda *_: pytest.fail("a model would be fetched for no server"))
+    monkeypatch.setattr(served_model, "find_model", lambda *_: pytest.fail("a model would be fetched for no server"))
     assert main(["serve", "org/model", "--dry-run"]) == 2 and "no tritonserver" in capsys.readouterr().err
 
 

@@ -113,9 +113,13 @@ def assert_idle(model) -> None:
 
 
 def test_the_inputs_that_errors_name_are_the_repositorys(adapter):
+    """Those of other servers' models are in the document."""
+    own = importlib.import_module("backend.adapters.request_io")
     config = (ROOT / "model_repository/standalone/decode/config.pbtxt").read_text()
     inputs = re.findall(r'\{ name: "(\w+)"', config.partition("output [")[0])
-    assert sorted(importlib.import_module("backend.adapters.request_io").INPUTS) == sorted(inputs)
+    assert sorted(own.INPUTS) == sorted(inputs)
+    text = (ROOT / "docs/api.md").read_text().partition("### Inputs of `decode`")[2]
+    assert [name for name in own.INPUTS_ELSEWHERE if not re.search(rf"^\|[^|]*`{name}`", text, re.M)] == []
 
 
 def test_an_answer(model):

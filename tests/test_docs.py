@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from backend import sampling_params
-from backend.adapters.request_io import INPUTS_ELSEWHERE
 from backend.speculative_config import SpeculativeConfig
 from client.messages import PARAMETERS
 from deploy.cli import EPILOG, PAGES, make_parser
@@ -130,14 +129,12 @@ def test_every_input_and_output_is_explained():
 
 
 def test_limits_of_a_request_are_said():
-    """And what inputs of other servers' models are called here."""
     text = (ROOT / "docs/api.md").read_text()
     rows = [line.split(" | ") for line in text.partition("### Inputs of `decode`")[2].splitlines() if line.startswith("| `")]
     limits = {"n": sampling_params.MAX_COMPLETIONS, "logprobs": sampling_params.MAX_LOGPROBS, "stop": sampling_params.MAX_STOP_STRINGS}
     limits |= {"stop_token_ids": sampling_params.MAX_STOP_TOKEN_IDS, "logit_bias": sampling_params.MAX_LOGIT_BIASES}
     for name, limit in limits.items():
         assert f"{limit:,}" in next(first for first, *_ in rows if f"`{name}`" in first), name
-    assert [name for name in INPUTS_ELSEWHERE if not any(f"`{name}`" in first for first, *_ in rows)] == []
 
 
 def test_the_tree_names_every_part():
