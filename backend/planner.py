@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from backend.budget.observing import StepSeen
-from backend.budget.padded import PaddedStep
 from backend.core import NEVER, Batch, Branches, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
 from backend.grammar import SOURCE
@@ -69,7 +67,7 @@ class Planner:
         self._table_width, self._max_drafts, self._has_trees = -(-max_model_len // page_size), config.max_drafts, config.tree is not None
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
         self._cascade_heads, self._max_model_drafts, self._num_block_rows = cascade_heads, max_model_drafts, num_block_rows
-        self._drafting = StepDrafting(drafters, self._max_drafts, max_masked_drafts, drafts_forced)
+        self._drafting = StepDrafting(drafters, self._max_drafts, max_masked_drafts, drafts_forced, is_layout_exact)
         self._grammars = StepGrammars(config, max_masked_drafts, drafts_forced)
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size, is_complete=has_state_keeper)
         self._has_step_drafter = has_step_drafter
@@ -337,57 +335,7 @@ class Planner:
 
     def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], times: StepTimes) -> None:
         """After a step's rows were read."""
-        plan, is_exact, num_drafts = step.plan, self._is_exact, 0
-        limits: list[tuple[Request, int, bool]] = []
-        verified: list[tuple[int, int]] = []
-        asked_host: list[bool] = []
-        for entry, limit, drafted, outcome in zip(step.entries, step.limits, step.verified, outcomes):
-            if not limit:
-                continue
-            num_drafts += outcome.num_drafts
-            verified.append((outcome.num_drafts, outcome.num_accepted))
-            if is_exact:
-                limits.append((entry.request, limit, drafted.has_model))
-                continue
-            is_asked, most = drafted.evidence is not None, len(drafted.sources)
-            asked_host.append(is_asked)
-            # Where the host was not asked they were made in the step before, under its limit.
-            limits.append((entry.request, limit if is_asked or limit < most else most, drafted.has_model or drafted.is_beside))
-        num_model, num_asked = self._count_made(step, outcomes)
-        padded = None
-        if not is_exact:
-            is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
-            padded = PaddedStep(plan.num_queries - 1, step.is_waited_for, is_behind, asked_host)
-        seen = StepSeen(
-            num_requests=len(step.entries),
-            num_rows=len(step.entries) + num_drafts if padded is None else plan.num_tokens,
-            num_keys=sum(len(entry.request.token_ids) for entry in step.entries),
-            verify_seconds=times.forward + times.decide,
-            draft_seconds=times.draft + (step.host_seconds if is_exact else 0.0),  # a device does not wait for the host's
-            num_model=num_model,
-            num_asked=num_asked,
-            num_prompts=plan.num_prompts,
-            num_prompt_rows=plan.prompt_rows,
-            draft_ends=times.drafts,
-            is_catching_up=step.is_catching_up,
-            padded=padded,
-            is_first=times.is_first,
-        )
-        self._budget.observe(limits, verified, seen)
-
-    def _count_made(self, step: PlannedStep, outcomes: Sequence[Outcome]) -> tuple[int, int]:
-        """Most drafts that the model drafter made for a request, in the step or when it was planned, and for how many requests."""
-        model, most, number = self._drafters.model_name, 0, 0
-        for made, verified, outcome in zip(step.made, step.verified, outcomes):
-            if made is verified:  # a plain row
-                continue
-            count = 0
-            if not made.is_alone and (outcome.next_drafts or not self._is_exact):
-                count = min(made.num_model, len(outcome.next_drafts)) if outcome.next_drafts else made.num_model
-            if not made.sources and verified.evidence is not None:
-                count = sum(evidence.source == model for evidence in verified.evidence)  # of one that is asked by the host
-            most, number = max(most, count), number + (count > 0)
-        return most, number
+        self._drafting.observe(step, outcomes, times)
 
     def _note_drafter(self, request: Request, known: Known, outcome: Outcome) -> None:
         after = min(outcome.num_drafter_tokens, len(request.token_ids) + len(outcome.token_ids))

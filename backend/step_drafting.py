@@ -1,27 +1,31 @@
 """The drafts that a planned step verifies: those that host drafters, another node or the last step made, as grammars want them, and as many
-of them as are worth it."""
+of them as are worth it; and what came of them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from backend.core import Draft, HandOff, Scheduled
+from backend.budget.observing import StepSeen
+from backend.budget.padded import PaddedStep
+from backend.core import Draft, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
 from backend.grammar import fit_drafts
 from backend.planned import Drafted, Known, PlannedStep
 from backend.step.options import Options
 from backend.step.plan import StepPlan
+from backend.step.times import StepTimes
 
 
 class StepDrafting:
     """A part of the planner."""
 
-    def __init__(self, drafters: Drafters, max_drafts: int, max_masked_drafts: int, drafts_forced: bool) -> None:
+    def __init__(self, drafters: Drafters, max_drafts: int, max_masked_drafts: int, drafts_forced: bool, is_layout_exact: bool) -> None:
         """max_drafts: of a request, that the workers have room for; max_masked_drafts: of one with a grammar; drafts_forced: tokens that a grammar
-        forces are drafted."""
+        forces are drafted; is_layout_exact: see `Planner`."""
         self._drafters, self._budget = drafters, drafters.budget
         self._max_drafts, self._max_masked_drafts, self._drafts_forced = max_drafts, max_masked_drafts, drafts_forced
+        self._is_exact = is_layout_exact
 
     def put(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """Writes the drafts of decoding requests that the workers lack, and lowers `max_drafts` to what is worth it. known: by id of the entry."""
@@ -165,3 +169,59 @@ class StepDrafting:
             step.plan.num_drawn_writes += (known.index, count)
         if probs is not None and count:
             step.host_probs.append((known.index, probs[:count]))
+
+    # -- what came of them --------------------------------------------------------------------------------------------
+
+    def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], times: StepTimes) -> None:
+        """Tells the planner of drafts what came of a step, after its rows were read."""
+        plan, is_exact, num_drafts = step.plan, self._is_exact, 0
+        limits: list[tuple[Request, int, bool]] = []
+        verified: list[tuple[int, int]] = []
+        asked_host: list[bool] = []
+        for entry, limit, drafted, outcome in zip(step.entries, step.limits, step.verified, outcomes):
+            if not limit:
+                continue
+            num_drafts += outcome.num_drafts
+            verified.append((outcome.num_drafts, outcome.num_accepted))
+            if is_exact:
+                limits.append((entry.request, limit, drafted.has_model))
+                continue
+            is_asked, most = drafted.evidence is not None, len(drafted.sources)
+            asked_host.append(is_asked)
+            # Where the host was not asked they were made in the step before, under its limit.
+            limits.append((entry.request, limit if is_asked or limit < most else most, drafted.has_model or drafted.is_beside))
+        num_model, num_asked = self._count_made(step, outcomes)
+        padded = None
+        if not is_exact:
+            is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
+            padded = PaddedStep(plan.num_queries - 1, step.is_waited_for, is_behind, asked_host)
+        seen = StepSeen(
+            num_requests=len(step.entries),
+            num_rows=len(step.entries) + num_drafts if padded is None else plan.num_tokens,
+            num_keys=sum(len(entry.request.token_ids) for entry in step.entries),
+            verify_seconds=times.forward + times.decide,
+            draft_seconds=times.draft + (step.host_seconds if is_exact else 0.0),  # a device does not wait for the host's
+            num_model=num_model,
+            num_asked=num_asked,
+            num_prompts=plan.num_prompts,
+            num_prompt_rows=plan.prompt_rows,
+            draft_ends=times.drafts,
+            is_catching_up=step.is_catching_up,
+            padded=padded,
+            is_first=times.is_first,
+        )
+        self._budget.observe(limits, verified, seen)
+
+    def _count_made(self, step: PlannedStep, outcomes: Sequence[Outcome]) -> tuple[int, int]:
+        """Most drafts that the model drafter made for a request, in the step or when it was planned, and for how many requests."""
+        model, most, number = self._drafters.model_name, 0, 0
+        for made, verified, outcome in zip(step.made, step.verified, outcomes):
+            if made is verified:  # a plain row
+                continue
+            count = 0
+            if not made.is_alone and (outcome.next_drafts or not self._is_exact):
+                count = min(made.num_model, len(outcome.next_drafts)) if outcome.next_drafts else made.num_model
+            if not made.sources and verified.evidence is not None:
+                count = sum(evidence.source == model for evidence in verified.evidence)  # of one that is asked by the host
+            most, number = max(most, count), number + (count > 0)
+        return most, number
