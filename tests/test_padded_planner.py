@@ -8,6 +8,7 @@ import pytest
 
 from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, trials
 from backend.budget.budget import LEAVE_AFTER
+from backend.budget.known import Settled
 from backend.budget.limits import LEVELS, Choice
 from backend.budget.observing import StepSeen
 from backend.budget.padded import PaddedStep, PaddedTimes
@@ -265,7 +266,8 @@ class Simulation:
             budget.begin([request])
             limit, num_model, waits = budget.limit(request), budget.num_model(request), budget.waits(request)
             if budget.listens:
-                budget.note_listened(request, TOP, heard)
+                listened = Settled(by_match("suffix", matched, TOP), heard, False, 1.0)
+                budget._learning.note_listened(request, budget._of(request), listened, 1)
             alone = budget.alone_score(request, num_model, limit) if limit else 99
             is_alone = num_model > 0 and matched >= alone
             right = min(limit, heard if waits else model if num_model and not is_alone else lookup)

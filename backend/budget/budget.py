@@ -21,7 +21,7 @@ from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own, as_promise
 from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every, often_of
-from backend.budget.limits import Group, Limits
+from backend.budget.limits import MIN_ALIKE, Group, Limits
 from backend.budget.observing import Observing, StepSeen
 from backend.budget.padded import PaddedTimes
 from backend.budget.preference import Preference
@@ -40,7 +40,7 @@ NOTHING = float("-inf")
 """What no drafts are worth beside others: how many of those are verified, if any, is seen with all requests together."""
 RECOVERY = 0.05
 """Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
-LEAVE_AFTER = 128
+LEAVE_AFTER = MIN_ALIKE
 """Steps without the model drafter from which on it does not follow new prompts either."""
 ALONE_EVERY = 8
 """Steps of a request for which a score from which its lookup drafts alone is kept, where the device is not to wait for Python."""
@@ -86,7 +86,7 @@ class DraftBudget:
             # Where a tree's drafts are not known it is whole or not at all: what fewer would bring nobody has seen.
             num_wanted = speculation.num_speculative_tokens if self._is_exact or not speculation.num_nodes else 1
             group = Group(kind, num_wanted, ability.num_model, has_others, is_paced, may_wait, speculation.num_nodes)
-            own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(self._means[kind]), group)
+            own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(common := self._means[kind]), common, group)
         return own
 
     def stop(self, request: Request) -> None:
@@ -173,7 +173,8 @@ class DraftBudget:
         if self._is_exact:
             beside = max(range(1, len(worth)), key=lambda number: worth[number], default=0)
             own.note_beside(self._prices.count_worth(survivals[beside] if beside else ()), OWN_SMOOTHING)
-        if own.ability.num_model and not own.ability.is_remote:
+        # Where one choice holds for all, those that it does not hold for look at it alone.
+        if own.ability.num_model and not own.ability.is_remote and (self._is_exact or not own.is_paced):
             self._preference.note(own, as_promise(worth[1:]), best > 0)
         return best
 
@@ -196,18 +197,22 @@ class DraftBudget:
 
     def watch(self, request: Request, token_ids: list[int], chain: Chain) -> None:
         """Drafts that were not verified: the text that follows tells how many of them were right."""
-        self._of(request).watch(len(request.token_ids), token_ids, chain)
+        self._of(request).watch(len(request.token_ids), token_ids, chain, is_step=False)
 
     def watch_step(self, request: Request, token_ids: list[int], chain: Chain) -> None:
-        """The same of the step's own drafts, of which its lookup's alone are looked at: what they would have brought without the host's."""
+        """The same of the step's own drafts, of which its lookup's alone are looked at: what they would have brought without the host's. No drafts:
+        it found nothing."""
         own = self._of(request)
-        if self._padded is not None and chain and chain[0].source == own.ability.lookup and own.turn % self._often == 0:
-            own.watch(len(request.token_ids), token_ids, chain)
+        is_lookup = chain[0].source == own.ability.lookup if chain else bool(own.ability.lookup)
+        if self._padded is not None and is_lookup and own.turn % self._often == 0:
+            own.watch(len(request.token_ids), token_ids, chain, is_step=True)
 
     def compare(self, request: Request) -> None:
         """Learns from what was watched and is known by now."""
-        for num_drafts, right in self._learning.compare(request, self._of(request), self._often):
-            self.note_listened(request, num_drafts, right)
+        own = self._of(request)
+        for settled in self._learning.compare(request, own, self._often):
+            if self._padded is not None and own.ability.may_wait and not self._waits:
+                self._learning.note_listened(request, own, settled, self._num_requests)
 
     @property
     def listens(self) -> bool:
@@ -215,12 +220,6 @@ class DraftBudget:
         if self._padded is None or self._applied is None or self._waits:
             return False
         return self._trials.num_steps % listen_every(self._num_requests) == 0
-
-    def note_listened(self, request: Request, num_drafts: int, right: int) -> None:
-        """What lookups of the host would have brought a request that did not wait for them."""
-        own = self._of(request)
-        if self._padded is not None and own.ability.may_wait and not self._waits:
-            self._learning.note_listened(request, own, num_drafts, right, self._num_requests)
 
     def allot(
         self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int, parents: Sequence[Sequence[int]] = ()
@@ -271,8 +270,9 @@ class DraftBudget:
             own.num_steps += 1
             count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0
-        if own.is_paced and own.ability.num_model and not count:
-            own.means.note_model(self._means[own.kind].model, self._means[own.kind].gain, RECOVERY)
+        often = 1 if self._is_exact else self._often
+        if own.is_paced and own.ability.num_model and not count and own.turn % often == 0:
+            own.means.note_model(own.common.model, own.common.gain, 1 - (1 - RECOVERY) ** often)
         return count
 
     def _asks_all(self, request: Request) -> bool:
@@ -285,6 +285,11 @@ class DraftBudget:
     def waits(self, request: Request) -> bool:
         """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""
         return self._waits and (own := self._of(request)).is_paced and own.ability.may_wait
+
+    def asks_soon(self, request: Request) -> bool:
+        """Whether lookups of the host are asked for a request that begins. Where nobody waits for them, what they would bring one is looked at."""
+        chosen = self._limits.chosen
+        return self._padded is None or chosen.limit < 0 or chosen.waits or not self._of(request).ability.may_wait
 
     def leaves_model(self, request: Request) -> bool:
         """Whether prompts, too, are kept from a model drafter that has not been asked for long. It catches up where it is asked again."""

@@ -62,13 +62,13 @@ class _Counts:
         for values, count in ((self.tries, limit), (self.drafted, min(num_drafts, limit)), (self.accepted, min(num_accepted, limit))):
             values[:limit] = [MEMORY * value + 1.0 for value in values[:count]] + [MEMORY * value for value in values[count:limit]]
 
-    def add_expected(self, count: int, chances: Sequence[float], weight: int) -> None:
+    def add_expected(self, count: int, chances: Sequence[float], weight: float) -> None:
         self._extend(count)
-        kept, more, has_drafts = MEMORY**weight, float(weight), float(weight) if chances else 0.0
+        kept, has_drafts = MEMORY**weight, weight if chances else 0.0
         others = [0.0] * (count - len(chances))
-        self.tries[:count] = [kept * value + more for value in self.tries[:count]]
+        self.tries[:count] = [kept * value + weight for value in self.tries[:count]]
         self.drafted[:count] = [kept * value + has_drafts for value in self.drafted[:count]]
-        self.accepted[:count] = [kept * value + more * chance for value, chance in zip(self.accepted, (*chances, *others))]
+        self.accepted[:count] = [kept * value + weight * chance for value, chance in zip(self.accepted, (*chances, *others))]
 
     def expect(self, top: int) -> list[tuple[float, float]]:
         drafted, accepted, last, ratio = 0.0, 0.0, 1.0, PRIOR_ACCEPTANCE
@@ -104,7 +104,7 @@ class Forecast:
         if limits and max(limits):
             self._counts[kind].add(limits, num_drafts, num_accepted)
 
-    def add_expected(self, kind: Kind, count: int, chances: Sequence[float], weight: int = 1) -> None:
+    def add_expected(self, kind: Kind, count: int, chances: Sequence[float], weight: float = 1.0) -> None:
         """Of a step with a limit of `count`, had its drafts been others: how likely each of those would have been accepted, none: there would have
         been no draft. weight: steps like it."""
         self._counts[kind].add_expected(count, chances, weight)

@@ -73,6 +73,34 @@ class Beside(NamedTuple):
 NO_LOOKUPS = Beside()
 
 
+class Watched(NamedTuple):
+    """Drafts that were not verified, whose text is not all there yet."""
+
+    place: int
+    token_ids: list[int]
+    """[]: what would have drafted found nothing."""
+    chain: Chain
+    is_step: bool
+    """The step's own lookup made them, or found nothing."""
+    turn: int
+    """Steps of the request until then."""
+    pace: float = 0.0
+    """Tokens of a step since then, until they were compared for the first time; 0: they were not yet."""
+
+
+class Settled(NamedTuple):
+    """The same once the text says all of them."""
+
+    chain: Chain
+    right: int
+    """Leading ones that were right."""
+    is_step: bool
+    share: float
+    """Steps that they speak for, each of which brings as much as they would have: those that the text of one step takes with them. Where drafts would
+    have brought a dozen tokens, and a step brought one, the next eleven steps would have been spared; were each of the twelve places counted as a
+    step, text that they are good at would count twelvefold, and so would what they are good for."""
+
+
 @dataclass(slots=True)
 class Own:
     """What is known of one request."""
@@ -81,6 +109,8 @@ class Own:
     kind: Kind
     is_paced: bool
     means: Means
+    common: Means
+    """Of all requests of its kind."""
     group: Group
     beside: Beside = NO_LOOKUPS
     """What lookups on the host found when they were asked last."""
@@ -94,25 +124,25 @@ class Own:
     """What the host's lookups promised when they were asked last, in half drafts."""
     was_asked: bool = True
     """The model, for the next step."""
-    pending: list[tuple[int, list[int], Chain]] = field(default_factory=list)
-    """(place, tokens, evidence) of drafts that were not verified, whose text is not all there yet."""
+    pending: list[Watched] = field(default_factory=list)
 
-    def watch(self, place: int, token_ids: list[int], chain: Chain) -> None:
+    def watch(self, place: int, token_ids: list[int], chain: Chain, is_step: bool) -> None:
         """Drafts for the text from `place` on that are not verified."""
-        self.pending.append((place, token_ids, chain))
+        self.pending.append(Watched(place, token_ids, chain, is_step, self.turn))
         del self.pending[:-MAX_PENDING]
 
-    def settle(self, known: Sequence[int]) -> list[tuple[Chain, int]]:
-        """Of those that were watched and that the text by now says all of: how many were right."""
+    def settle(self, known: Sequence[int]) -> list[Settled]:
+        """Of those that were watched, the ones that the text by now says all of."""
         waiting, settled = [], []
-        for place, token_ids, chain in self.pending:
-            right, room = 0, len(known) - place
-            while right < min(len(token_ids), room) and token_ids[right] == known[place + right]:
+        for own in self.pending:
+            right, room = 0, len(known) - own.place
+            while right < min(len(own.token_ids), room) and own.token_ids[right] == known[own.place + right]:
                 right += 1
-            if right == room and right < len(token_ids):
-                waiting.append((place, token_ids, chain))  # all right so far
+            pace = own.pace or room / max(1, self.turn - own.turn)
+            if right == room and (right < len(own.token_ids) or not room):
+                waiting.append(own._replace(pace=pace))  # all right so far
             else:
-                settled.append((chain, right))
+                settled.append(Settled(own.chain, right, own.is_step, pace / (1 + right)))
         self.pending = waiting
         return settled
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from backend.budget.forecast import Forecast, Kind, asking
-from backend.budget.known import MAX_SCORE, Means, Own
+from backend.budget.known import MAX_SCORE, Means, Own, Settled
 from backend.budget.limits import FEW
 from backend.budget.padded import PaddedStep
 from backend.budget.prices import SMOOTHING, Prices
@@ -34,6 +34,10 @@ def often_of(num_requests: int) -> int:
     return min(max(1, -(-num_requests // MANY)), MAX_TURN)
 
 
+def _chances(num_drafts: int, right: int) -> list[float]:
+    return [float(place < right) for place in range(num_drafts)]
+
+
 class Learning:
     """Called by the engine thread only."""
 
@@ -41,7 +45,6 @@ class Learning:
         self._survival, self._prices, self._forecast, self._is_exact = survival, prices, forecast, is_exact
         self.means: dict[Kind, Means] = defaultdict(Means)
         """Of all requests of a kind."""
-        self._share_of: dict[int, tuple[float, float]] = {}  # of so many steps
         self.predicted: Counter[str] = Counter()
         self.chosen = Histogram(DRAFTS)
 
@@ -75,14 +78,13 @@ class Learning:
         if not asked_host:
             self._learn_lookup(request, own, num_accepted, has_model or is_alone, matched, often)
         elif not chain or chain[0].source == own.ability.lookup:  # where others are in its place, what it would have brought is watched
-            self._note_lookup(own, chain, num_accepted, often)
+            count = next((number for number, evidence in enumerate(chain) if evidence.source != own.ability.lookup), len(chain))
+            right = min(num_accepted, count)
+            self._note_lookup(own, count, right, often * (1 + num_accepted) / (1 + right))
 
-    def _shares(self, own: Own, often: int = 1) -> tuple[tuple[Means, float], ...]:
+    def _shares(self, own: Own, often: float = 1.0) -> tuple[tuple[Means, float], ...]:
         """Of a step like so many in the means of a request and of all like it."""
-        shares = self._share_of.get(often)
-        if shares is None:
-            shares = self._share_of[often] = 1 - (1 - OWN_SMOOTHING) ** often, 1 - (1 - SMOOTHING) ** often
-        return (own.means, shares[0]), (self.means[own.kind], shares[1])
+        return (own.means, 1 - (1 - OWN_SMOOTHING) ** often), (own.common, 1 - (1 - SMOOTHING) ** often)
 
     def _learn_survival(self, request: Request, chain: Chain, num_accepted: int, tree: Branches | None, often: int) -> None:
         if not chain:
@@ -107,12 +109,13 @@ class Learning:
 
     def _learn_lookup(self, request: Request, own: Own, num_accepted: int, is_asked: bool, matched: int, often: int) -> None:
         """What the step's lookup alone brings, or would have brought: how long its match was says that too where the model was asked."""
-        right = float(num_accepted)
+        right, weight = float(num_accepted), float(often)
         if is_asked:
             count = request.speculation.num_speculative_tokens
             chances, right = self._survival.of_match(request.request_id, own.ability.lookup, matched, count)
-            self._forecast.add_expected(asking(own.kind, False), count, chances, often)
-        for means, share in self._shares(own, often):
+            weight *= (1 + num_accepted) / (1 + right)  # as `Settled.share`
+            self._forecast.add_expected(asking(own.kind, False), count, chances, weight)
+        for means, share in self._shares(own, weight):
             means.note_lookup(right, share)
 
     def forecast(
@@ -152,32 +155,32 @@ class Learning:
 
     # -- lookups of the host ------------------------------------------------------------------------------------------
 
-    def _note_lookup(self, own: Own, chain: Chain, right: int, often: int) -> None:
-        """Of drafts of the step's lookup, which the host's may have lengthened."""
-        count = next((number for number, evidence in enumerate(chain) if evidence.source != own.ability.lookup), len(chain))
-        for means, share in self._shares(own, often):
-            means.note_lookup(min(right, count), share)
+    def _note_lookup(self, own: Own, num_drafts: int, right: int, weight: float) -> None:
+        """Of drafts of the step's lookup, which the host's may have lengthened or taken the place of: none, if it found nothing."""
+        self._forecast.add_expected(asking(own.kind, False), own.group.num_wanted, _chances(num_drafts, right), weight)
+        for means, share in self._shares(own, weight):
+            means.note_lookup(right, share)
 
-    def compare(self, request: Request, own: Own, often: int) -> list[tuple[int, int]]:
-        """Learns from drafts that were watched and that the text by now says all of -> of each time that they were the host's, how many drafts, and
-        how many were right."""
+    def compare(self, request: Request, own: Own, often: int) -> list[Settled]:
+        """Learns from drafts that were watched and that the text by now says all of -> those that were the host's."""
         found = []
-        for chain, right in own.settle(request.token_ids):
-            self._survival.learn(request.request_id, chain, right, is_own=False)
-            if not self._is_exact and chain[0].source == own.ability.lookup:
-                self._note_lookup(own, chain, right, often)
+        for settled in own.settle(request.token_ids):
+            if settled.chain:
+                self._survival.learn(request.request_id, settled.chain, settled.right, is_own=False)
+            if settled.is_step:
+                self._note_lookup(own, len(settled.chain), settled.right, often * settled.share)
             else:
-                found.append((len(chain), right))
+                found.append(settled)
         return found
 
-    def note_listened(self, request: Request, own: Own, num_drafts: int, right: int, num_requests: int) -> None:
+    def note_listened(self, request: Request, own: Own, settled: Settled, num_requests: int) -> None:
         """What lookups of the host would have brought a request that did not wait for them: one of so many."""
-        often = min(listen_every(num_requests) * num_requests, MAX_OFTEN)
+        weight = settled.share * min(listen_every(num_requests) * num_requests, MAX_OFTEN)
         kind, count = asking(own.kind, False, True), request.speculation.num_speculative_tokens
-        self._forecast.add_expected(kind, count, [float(place < right) for place in range(num_drafts)], often)
-        self.note_host(own, right, often)
+        self._forecast.add_expected(kind, count, _chances(len(settled.chain), settled.right), weight)
+        self.note_host(own, settled.right, weight)
 
-    def note_host(self, own: Own, right: int, often: int = 1) -> None:
+    def note_host(self, own: Own, right: int, weight: float = 1.0) -> None:
         """Drafts that were right in a step, lookups of the host's among them."""
-        for means, share in self._shares(own, often):
+        for means, share in self._shares(own, weight):
             means.note_host(right, share)

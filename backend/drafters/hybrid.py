@@ -36,8 +36,9 @@ class HybridDrafter:
     def start(self, request: Request) -> None:
         if self._model is not None:
             self._model.start(request)
+        is_soon = self._budget.asks_soon(request)
         for lookup in self._of(request):
-            lookup.start(request)
+            lookup.start(request, is_soon)
 
     def _of(self, request: Request) -> Sequence[Lookup]:
         return self._lookups.get(request.speculation.mtp_strategy, ())
@@ -54,10 +55,8 @@ class HybridDrafter:
     def listen(self, request: Request) -> None:
         """What lookups find for a request that does not wait for them: the text that follows tells what they would have brought."""
         found = self._look_up(request, request.speculation.num_speculative_tokens)
-        if not found:
-            self._budget.note_listened(request, 0, 0)
-        for token_ids, chain, _ in found[:1]:
-            self._budget.watch(request, token_ids, chain)
+        token_ids, chain, _ = found[0] if found else ([], (), "")
+        self._budget.watch(request, token_ids, chain)
 
     def propose(self, entries: Sequence[Scheduled], faults: DraftFaults) -> Draft:
         budget = self._budget

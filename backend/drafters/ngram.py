@@ -25,7 +25,7 @@ class NgramLookup:
         self.min_size = min_size
         self._texts: dict[str, bytearray] = {}  # each request's token ids as bytes: the search is then the C library's
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Request, is_soon: bool = True) -> None:
         self._texts[request.request_id] = bytearray(array("i", [*self._before(request), *request.token_ids]).tobytes())
 
     def _before(self, request: Request) -> Sequence[int]:
@@ -89,9 +89,9 @@ class PredictionLookup(NgramLookup):
         super().__init__(max(max_size, PREDICTION_SIZE), 1)
         self._predictions: dict[str, tuple[int, ...]] = {}
 
-    def start(self, request: Request) -> None:
+    def start(self, request: Request, is_soon: bool = True) -> None:
         self._predictions[request.request_id] = (*request.prediction_ids, BORDER)
-        super().start(request)
+        super().start(request, is_soon)
 
     def _before(self, request: Request) -> Sequence[int]:
         return self._predictions[request.request_id]

@@ -186,7 +186,9 @@ class Lookup(Protocol):
     name: str
     """As in `token_sources`."""
 
-    def start(self, request: Request) -> None: ...
+    def start(self, request: Request, is_soon: bool = True) -> None:
+        """is_soon: it is likely to be asked for the request's first steps; else what takes long may wait until it is."""
+        ...
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens to follow the request's tokens and `drafts`, which another drafter proposed."""

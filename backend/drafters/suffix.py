@@ -176,13 +176,14 @@ class SuffixLookup:
 
     # -- the engine's thread ----------------------------------------------------------------------------------------
 
-    def start(self, request: Request) -> None:
-        """Queues the prompt; until it is in, the request gets no drafts. No effect on an open request, or after `close`."""
+    def start(self, request: Request, is_soon: bool = True) -> None:
+        """Queues the prompt, or has its first lookup do so; until it is in, the request gets no drafts of its own. No effect on an open request, or
+        after `close`."""
         with self._wake:
             if self._is_closed or request in self._open:
                 return
             self._open[request] = own = _Open(request, _Text(make_index(self.max_tree_depth), request.token_ids))
-            if self._num_reserved < TOKENS_AHEAD:
+            if is_soon and self._num_reserved < TOKENS_AHEAD:
                 self._queue(own)
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
