@@ -318,9 +318,6 @@ class Planner:
             made.parents = outcome.next_parents or list(range(-1, len(outcome.next_drafts) - 1))
         if known.place.has_model and entry.emits and outcome.num_drafter_tokens:
             self._note_drafter(request, known, outcome)
-        if known.place.host and known.has_own_drafts and entry.emits and step.plan.reports_drafts:
-            count = len(outcome.next_drafts)
-            self._drafters.put_step_drafts(request, outcome.next_drafts, made.who(count, lookup), made.judge(count, model, lookup))
         can_learn = entry.is_decoding and (bool(verified.parents) or not request.speculation.num_nodes)
         if can_learn and self._budget.note_verified(request, len(who)):
             chain, tree = verified.judge(len(who), model, lookup), None

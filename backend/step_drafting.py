@@ -76,6 +76,10 @@ class StepDrafting:
         if not asking:
             return
         started = time.perf_counter()
+        for entry in asking:
+            own = known[id(entry)]
+            if own.has_own_drafts and entry.request.hand_off is None:  # what another node drafted is there
+                self._show(entry.request, own)
         draft: Draft = self._drafters.propose(asking)
         step.host_seconds += time.perf_counter() - started
         plan = step.plan
@@ -93,6 +97,12 @@ class StepDrafting:
                 plan.num_drawn_writes += (own.index, 0 if probs is None else len(probs))
             if probs is not None and own.options & Options.REJECTION:
                 step.host_probs.append((own.index, probs))
+
+    def _show(self, request: Request, known: Known) -> None:
+        """What the last step drafted, to drafters of the host."""
+        count, model, lookup = len(known.next_drafts), self._drafters.model_name, self._drafters.lookup_name
+        drafted = known.drafted
+        self._drafters.put_step_drafts(request, known.next_drafts, drafted.who(count, lookup), drafted.judge(count, model, lookup))
 
     def _listen(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """What the host's lookups would draft for the oldest request that does not wait for them."""

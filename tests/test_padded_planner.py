@@ -8,6 +8,7 @@ import pytest
 
 from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, trials
 from backend.budget.budget import LEAVE_AFTER
+from backend.budget.forecast import asking
 from backend.budget.known import Settled
 from backend.budget.limits import LEVELS, Choice
 from backend.budget.observing import StepSeen
@@ -321,6 +322,41 @@ def test_what_the_hosts_lookups_bring_is_not_the_steps_own() -> None:
     simulation = Simulation(3e-4, 8e-4)
     assert simulation.run(1000, model=1, matched=2, lookup=1, heard=9).waits
     assert all(means.lookup < 2 and means.host > 7 for means in simulation.budget._means.values())
+
+
+@pytest.mark.parametrize("advance", [1, 12])
+def test_what_is_watched_counts_for_the_steps_that_it_would_take(advance: int) -> None:
+    """Of 24 tokens 12 are copied and 12 new: a lookup takes 13 steps for them, 1.85 tokens each, however many whoever drafts instead takes. By places
+    it would seem to have 3.75 where a step brings one."""
+    budget = DraftBudget(lambda request: Ability("mtp", STEPS, "ngram", has_host=True, may_wait=True), is_exact=False)
+    request = Request("a", [1, 2], SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS))
+    budget.begin([request])
+    text = list(range(100, 100 + 24 * 200))
+    while len(request.token_ids) < len(text):
+        known = len(request.token_ids) - 2
+        found = text[known : known + 12 - known % 24] if known % 24 < 12 else []
+        budget.watch(request, found, by_match("suffix", 3, len(found)))
+        count = advance if known % 24 < 12 else 1
+        request.token_ids += text[known : known + count - (known % 24 % 12 if count > 1 else 0)]
+        budget.note_verified(request, 0)
+        budget.compare(request)
+    kind = asking(budget._of(request).kind, has_model=False, has_host=True)
+    assert budget._limits.forecast.expect(kind, TOP)[-1][1] == pytest.approx(24 / 13 - 1, rel=0.3)
+
+
+def test_a_step_whose_lookup_found_nothing_counts() -> None:
+    """Where the host's lookups draft, it is seldom for anything else."""
+    budget = DraftBudget(lambda request: Ability("", 0, "ngram", has_host=True, may_wait=True), is_exact=False)
+    request = Request("a", [1, 2], SamplingParams(), Speculation("auto", TOP))
+    budget.begin([request])
+    for number in range(100):
+        found = [7, 7] if number % 10 == 0 else []
+        budget.watch_step(request, found, by_match("ngram", 2, len(found)))
+        request.token_ids += [7] * 3
+        budget.note_verified(request, 2)
+        budget.compare(request)
+    assert budget._of(request).common.lookup < 0.3
+    assert budget._limits.forecast.expect(budget._of(request).kind, TOP)[-1][1] < 0.5
 
 
 def test_a_model_that_takes_the_host_longer_than_it_brings_is_left_out() -> None:

@@ -133,7 +133,7 @@ class Own:
 
     def settle(self, known: Sequence[int]) -> list[Settled]:
         """Of those that were watched, the ones that the text by now says all of."""
-        waiting, settled = [], []
+        waiting, settled = list[Watched](), list[Settled]()
         for own in self.pending:
             right, room = 0, len(known) - own.place
             while right < min(len(own.token_ids), room) and own.token_ids[right] == known[own.place + right]:

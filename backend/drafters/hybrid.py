@@ -70,7 +70,8 @@ class HybridDrafter:
             token_ids, sources = part.token_ids[i], part.sources[i]
             chain = part.evidence[i] if part.evidence else judge_model(sources[0], len(sources), ()) if sources else ()
             judged = self._judge_drawn(entries[b], chain)
-            longer, name = self._lengthen(entries[b], token_ids)
+            # A lookup's in the step is as long as it found, and so is another's.
+            longer, name = self._lengthen(entries[b], token_ids) if sources and sources[0] == self._model_name else ([], "")
             draft.token_ids[b], draft.sources[b] = token_ids + longer, sources + [name] * len(longer)
             draft.evidence[b] = [*chain, *judge_longer(name, len(chain), len(longer))]
             if i in part.probs:
