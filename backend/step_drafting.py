@@ -100,9 +100,11 @@ class StepDrafting:
 
     def _show(self, request: Request, known: Known) -> None:
         """What the last step drafted, to drafters of the host."""
-        count, model, lookup = len(known.next_drafts), self._drafters.model_name, self._drafters.lookup_name
-        drafted = known.drafted
-        self._drafters.put_step_drafts(request, known.next_drafts, drafted.who(count, lookup), drafted.judge(count, model, lookup))
+        drafts, drafted, model, lookup = known.next_drafts, known.drafted, self._drafters.model_name, self._drafters.lookup_name
+        if drafts:
+            self._drafters.put_step_drafts(request, drafts, drafted.who(len(drafts), lookup), drafted.judge(len(drafts), model, lookup))
+        else:
+            self._drafters.put_step_drafts(request, [], [], ())
 
     def _listen(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """What the host's lookups would draft for the oldest request that does not wait for them."""

@@ -167,7 +167,10 @@ class DraftBudget:
 
     def pick(self, request: Request, chains: Sequence[Chain]) -> int:
         """The one of several drafts of a request that promises most. chains: the first one is the model's, with what may be judged of it."""
-        own, survivals = self._of(request), [self._survival.survivals(request.request_id, chain) for chain in chains]
+        own = self._of(request)
+        if not self._is_exact and own.is_paced and (found := [n for n, chain in enumerate(chains) if chain])[1:] == []:
+            return found[0] if found else 0  # there is nothing to weigh
+        survivals = [self._survival.survivals(request.request_id, chain) for chain in chains]
         worth = [self._prices.worth(one) if one else NOTHING for one in survivals]
         best = max(range(len(worth)), key=lambda number: worth[number])
         if self._is_exact:
@@ -210,6 +213,8 @@ class DraftBudget:
     def compare(self, request: Request) -> None:
         """Learns from what was watched and is known by now."""
         own = self._of(request)
+        if not own.pending:
+            return
         for settled in self._learning.compare(request, own, self._often):
             if self._padded is not None and own.ability.may_wait and not self._waits:
                 self._learning.note_listened(request, own, settled, self._num_requests)
@@ -261,7 +266,9 @@ class DraftBudget:
         own = self._of(request)
         count = own.ability.num_model
         if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
-            if not self._is_exact or request.num_steps_ahead:
+            if not (self._is_exact or self._applied_model):
+                count = 0  # for nobody
+            elif not self._is_exact or request.num_steps_ahead:
                 count = min(count, self._limit(request, own)) if self._asks_all(request) else 0
             elif request.request_id not in self._trials.explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0

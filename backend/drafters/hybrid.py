@@ -67,13 +67,14 @@ class HybridDrafter:
             asked = [b for b, entry in enumerate(entries) if budget.asks_model(entry.request, [chain for _, chain, _ in found[b]])]
         part = self._model.propose([entries[b] for b in asked], faults) if self._model is not None and asked else Draft([], [])
         for i, b in enumerate(asked):
-            token_ids, sources = part.token_ids[i], part.sources[i]
+            token_ids, sources, judged = part.token_ids[i], part.sources[i], None
             chain = part.evidence[i] if part.evidence else judge_model(sources[0], len(sources), ()) if sources else ()
-            judged = self._judge_drawn(entries[b], chain)
-            # A lookup's in the step is as long as it found, and so is another's.
-            longer, name = self._lengthen(entries[b], token_ids) if sources and sources[0] == self._model_name else ([], "")
-            draft.token_ids[b], draft.sources[b] = token_ids + longer, sources + [name] * len(longer)
-            draft.evidence[b] = [*chain, *judge_longer(name, len(chain), len(longer))]
+            if sources and sources[0] == self._model_name:  # a lookup's, of the step, are as long as it found
+                judged = self._judge_drawn(entries[b], chain)
+                longer, name = self._lengthen(entries[b], token_ids)
+                token_ids, sources = token_ids + longer, sources + [name] * len(longer)
+                chain = [*chain, *judge_longer(name, len(chain), len(longer))]
+            draft.token_ids[b], draft.sources[b], draft.evidence[b] = token_ids, sources, chain
             if i in part.probs:
                 draft.probs[b] = part.probs[i]
             self._pick(b, entries[b].request, found[b], draft, judged)
