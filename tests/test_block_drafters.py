@@ -53,6 +53,8 @@ class Kind:
     num_skipped: int = 0
     """Rows of a block before that of the first draft."""
     is_causal: bool = False
+    is_interleaved: bool = False
+    """Numbers 2 i and 2 i + 1 of a head turn together."""
     is_whole: bool = False
     """It has an embedding and a head of its own."""
     has_map: bool = False
@@ -130,6 +132,7 @@ KINDS = [
         },
         tapped=(2, 6),
     ),
+    Kind("neighbours turn", config=DFLASH.config | {"is_neox_style": False}, mask=301, num_skipped=1, is_interleaved=True),
 ]
 
 
@@ -137,8 +140,11 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def turn(x: torch.Tensor, first: int) -> torch.Tensor:
+def turn(x: torch.Tensor, first: int, *, is_interleaved: bool) -> torch.Tensor:
     """Rotary embedding of [T, heads, SIZE] at positions from `first` on."""
+    if is_interleaved:
+        halves = turn(torch.cat([x[..., ::2], x[..., 1::2]], dim=-1), first, is_interleaved=False)
+        return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
     frequencies = 1000.0 ** (-torch.arange(0, SIZE, 2) / SIZE)
     angles = torch.arange(first, first + len(x))[:, None, None] * torch.cat([frequencies, frequencies])
     half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], dim=-1)
@@ -159,9 +165,9 @@ class Drafter:
         def project(part: str, states: torch.Tensor) -> torch.Tensor:
             return F.linear(states, own[f"self_attn.{part}_proj.weight"]).view(len(states), -1, SIZE)
 
-        q = turn(norm(project("q", y), own["self_attn.q_norm.weight"]), known)
+        q = turn(norm(project("q", y), own["self_attn.q_norm.weight"]), known, is_interleaved=self.kind.is_interleaved)
         both = torch.cat([context, y])
-        k = turn(norm(project("k", both), own["self_attn.k_norm.weight"]), 0)
+        k = turn(norm(project("k", both), own["self_attn.k_norm.weight"]), 0, is_interleaved=self.kind.is_interleaved)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, project("v", both)))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(SIZE)
         if self.kind.is_causal:
@@ -404,6 +410,8 @@ REFUSED = [
         r"target_layer_ids is \[0, 8\]; it must be a list of layers of the target",
     ),
     (0, {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa is True; it must be left out"),
+    (0, {"dflash_config": LISTED | {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5; it must be 1, or left out: it is not served"),
+    (0, {"use_gemma_norm": True}, "use_gemma_norm is True; it must be left out: it is not served"),
     (0, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'; it must be 'full_attention'"),
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
     (0, {"dflash_config": LISTED | {"projector_type": "domino"}}, "projector_type 'domino' is not supported; known: dflash, dspark"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, refuse_windows
+from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, refuse_windows, settle_layout
 from backend.models.families.qwen import qwen3_layer
-from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
+from backend.models.spec import LAYER_TYPES, AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,10 @@ PROJECTORS = ("dflash", "dspark")
 """SpecForge's names of the heads that are served."""
 HEADS = ("markov_head.", "prefix_gru.", "embed_proj.", "logit_head.")
 """Weights of what looks at the tokens before a draft (DSpark's, Domino's, either in SpecForge's older files) begin so."""
-UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias")
-"""What later variants have, and windows and sinks, none of which is served; false, null and 0 say that there is none."""
+UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias", "use_gemma_norm")
+"""What later variants have, windows, sinks, and norms' weights counted from 1, none of which is served; false, null and 0 say that there is none."""
+FACTORS = ("attention_value_scale", "input_embedding_scale")
+"""Of values and of embeddings (MiMo's, DFlash2's): 1 changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     for part in (values, section):
         if key := next((key for key in UNKNOWN if part.get(key)), None):
             raise part.refuse(key, "left out: it is not served")
+        if key := next((key for key in FACTORS if part.get(key) not in (None, 1)), None):
+            raise part.refuse(key, "1, or left out: it is not served")
     section.choice("projector_type", PROJECTORS, method)
 
     def place(key: str) -> Values:
@@ -157,7 +162,7 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         draft_vocab_size=values.integer("draft_vocab_size", vocab_size, default=vocab_size),
         tapped_layers=tapped,
         fc=Projection(f"{prefix}fc", hidden, len(tapped) * target_hidden),
-        layers=tuple(qwen3_layer(values, f"{prefix}layers.{i}") for i in range(read_num_layers(values))),
+        layers=tuple(_layer(values, f"{prefix}layers.{i}") for i in range(read_num_layers(values))),
         embedding=f"{prefix}embed_tokens",
         head="lm_head",
         hidden_norm=f"{prefix}hidden_norm.weight",
@@ -170,6 +175,12 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         confidence=confidence,
         logit_scale=values.number("logit_scale", 1e6, default=1.0),
     )
+
+
+def _layer(values: Values, prefix: str) -> LayerSpec:
+    layer = qwen3_layer(values, prefix)
+    assert isinstance(layer.attention, AttentionSpec)
+    return dataclasses.replace(layer, attention=settle_layout(values, layer.attention))
 
 
 def _read_mask_token(place: Place, vocab_size: int) -> int:

@@ -19,6 +19,8 @@ OUTPUTS = ("target_layer_ids", "aux_hidden_states_layer_ids")
 PARD_KEYS = ("pard_token", "ptd_token_id")
 MASK_KEYS = (*PARD_KEYS, "mask_token_id")
 """Of parallel drafting: those that vLLM reads, and speculators'."""
+LAYOUT_KEYS = ("rope_is_neox_style", "is_neox_style")
+"""SGLang's and vLLM's."""
 MAP = "d2t"
 """By token of the drafter: how far on in the target's vocabulary it is (an offset, not an id)."""
 
@@ -228,6 +230,14 @@ def refuse_windows(values: Values) -> None:
             raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r:.80}; {rule}")
 
 
+def settle_layout(values: Values, part: AttentionSpec) -> AttentionSpec:
+    """Attention whose numbers turn in the pairs that it was trained with, whatever the target's do: halves, unless the file says otherwise."""
+    key = next((key for key in LAYOUT_KEYS if values.has(key)), None)
+    if key is None or values.flag(key):
+        return part
+    return dataclasses.replace(part, rope=dataclasses.replace(part.rope, is_interleaved=True))
+
+
 def has_part(part: str, names: Collection[str]) -> bool:
     """However its weight is stored."""
     return any(name.startswith(f"{part}.") for name in names)
@@ -242,6 +252,7 @@ def _layer(values: Values, prefix: str, names: Collection[str], *, is_first: boo
     layer = llama_layer(values, prefix)
     part = layer.attention
     assert isinstance(part, AttentionSpec)
+    part = settle_layout(values, part)
     if f"{prefix}.self_attn.q_norm.weight" in names:
         part = dataclasses.replace(part, query_norm=f"{prefix}.self_attn.q_norm.weight", key_norm=f"{prefix}.self_attn.k_norm.weight")
     if is_first and in_features is not None:
