@@ -56,7 +56,7 @@ LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 HEAD = re.compile(r"(?!.*\.res_connection\.)(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks|lm_heads)\.(\d+)\.")
 LEARNED = re.compile(
     r"(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks|lm_heads)\."
-    r"|(?:model\.)?(?:(?:layers\.\d+|midlayer|transformer)\.|(?:fc|fc_norm\.\d+|input_norm|embedding_layernorm|hidden_states_layernorm)\.(?:weight|bias)$)"
+    r"|(?:model\.)?(?:(?:layers\.\d+|midlayer|transformer)\.|(?:fc|fc_norm\.\d+|aux_norm_\w+|input_norm|embedding_layernorm|hidden_states_layernorm)\.(?:weight|bias)$)"
 )
 """Weights of a drafter's layers, and of what config.json may or may not say that its inputs go through: none of them is there for nothing."""
 

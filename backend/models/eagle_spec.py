@@ -19,6 +19,8 @@ OUTPUTS = ("target_layer_ids", "aux_hidden_states_layer_ids")
 PARD_KEYS = ("pard_token", "ptd_token_id")
 MASK_KEYS = (*PARD_KEYS, "mask_token_id")
 """Of parallel drafting: those that vLLM reads, and speculators'."""
+TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+"""What SGLang's older files call fc_norm, as they call the key use_aux_norm."""
 LAYOUT_KEYS = ("rope_is_neox_style", "is_neox_style")
 """SGLang's and vLLM's."""
 MAP = "d2t"
@@ -131,13 +133,18 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
         if not place.flag("use_aux_hidden_state", default=True):
             raise place.refuse("use_aux_hidden_state", "true: the drafter takes states of several layers")
     is_normed_before_fc = section.flag("norm_before_fc", default=values.flag("norm_before_fc"))
-    if is_normed_before_fc and values.flag("fc_norm"):
-        raise values.refuse("fc_norm", "false where norm_before_fc is true: either norm stands before fc, not both")
+    has_tap_norms = values.flag("fc_norm") or values.flag("use_aux_norm")
+    if is_normed_before_fc and has_tap_norms:
+        key = "fc_norm" if values.flag("fc_norm") else "use_aux_norm"
+        raise values.refuse(key, "false where norm_before_fc is true: either norm stands before fc, not both")
     hidden, prefix = values.integer("hidden_size", 2**17), _find_prefix(names)
     target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
     vocab_size = values.integer("vocab_size", 2**22)
     tapped = _read_tapped_layers(values, num_target_layers)
-    fc_norms = tuple(f"{prefix}fc_norm.{i}.weight" for i in range(len(tapped))) if values.flag("fc_norm") else ()
+    own = TAP_NORMS if has_part(f"{prefix}{TAP_NORMS[0]}", names) else [f"fc_norm.{i}" for i in range(len(tapped))]
+    if has_tap_norms and len(own) != len(tapped):
+        raise ModelError(f"{values.where}: the weights have norms of {len(own)} states ({', '.join(own)}); {len(tapped)} are taken")
+    fc_norms = tuple(f"{prefix}{name}.weight" for name in own) if has_tap_norms else ()
     first = next((f"{prefix}{name}" for name in ("midlayer", "layers.0") if has_part(f"{prefix}{name}.self_attn.q_proj", names)), f"{prefix}midlayer")
     count = read_num_layers(values)
     layers = [_layer(values, first if i == 0 else f"{prefix}layers.{i}", names, is_first=i == 0, in_features=2 * hidden) for i in range(count)]
