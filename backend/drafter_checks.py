@@ -66,7 +66,7 @@ SPECULATORS = {"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "dflash
 """Methods by what speculators calls them."""
 OWN_WEIGHTS = {
     "eagle3": re.compile(r"(?:model\.)?(?:midlayer|layers\.0)\.hidden_norm\."),
-    "dspark": re.compile(r"markov_head\."),
+    "dspark": re.compile(r"(?:markov_head|markov_w1)\."),
     "dflash": re.compile(r"(?:model\.)?hidden_norm\."),
     "eagle": re.compile(r"(?:model\.)?fc\.|fusion_fc\."),
     "medusa": re.compile(r"(?:medusa_heads\.)?(?:\d+\.(?:medusa_layers\.)?\d+\.linear|blocks\.\d+\.layers|lm_heads\.\d+)\."),

@@ -132,6 +132,23 @@ KINDS = [
         },
         tapped=(2, 6),
     ),
+    Kind(
+        "DSpark of ModelOpt",
+        "dspark",
+        {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": 4,
+            "dflash_config": {
+                "mask_token_id": 9,
+                "target_layer_ids": [0, 3, 6],
+                "projector_type": "dspark",
+                "shift_label": True,
+                "markov_rank": RANK,
+                "markov_head_type": "gated",
+                "use_confidence_head": True,
+            },
+        },
+    ),
     Kind("neighbours turn", config=DFLASH.config | {"is_neox_style": False}, mask=301, num_skipped=1, is_interleaved=True),
 ]
 
@@ -260,7 +277,7 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
         if mixed := mixer.get(kind.value("markov_head_type", "")):
             name, out, width = mixed
             made |= {f"markov_head.{name}.weight": matrix(out, width), f"markov_head.{name}.bias": matrix(out)}
-        width = HIDDEN + (RANK if kind.value("confidence_head_with_markov", kind.is_speculators) else 0)
+        width = HIDDEN + (RANK if kind.value("confidence_head_with_markov", kind.is_speculators or kind.value("use_confidence_head", False)) else 0)
         made |= {"confidence_head.proj.weight": matrix(1, width, scale=0.5), "confidence_head.proj.bias": matrix(1)}
     return made
 
@@ -269,6 +286,8 @@ def save_drafter(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> 
     folder.mkdir()
     own = {"speculators_model_type": kind.method, "transformer_layer_config": LAYER} if kind.is_speculators else LAYER
     (folder / "config.json").write_text(json.dumps({**own, **kind.config}))
+    if kind.value("use_confidence_head", False):  # whose heads' names have no prefix
+        weights = {name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): weight for name, weight in weights.items()}
     save_file(weights, folder / "model.safetensors")
 
 
