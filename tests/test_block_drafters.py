@@ -432,6 +432,7 @@ REFUSED = [
     (0, {"dflash_config": LISTED | {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5; it must be 1, or left out: it is not served"),
     (0, {"use_gemma_norm": True}, "use_gemma_norm is True; it must be left out: it is not served"),
     (0, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'; it must be 'full_attention'"),
+    (0, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window is True; it must be false with this method"),
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
     (0, {"dflash_config": LISTED | {"projector_type": "domino"}}, "projector_type 'domino' is not supported; known: dflash, dspark"),
     (0, {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 9}, "num_target_layers is 9; it must be 8, as many as the target has"),

@@ -23,6 +23,8 @@ TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 """What SGLang's older files call fc_norm, as they call the key use_aux_norm."""
 LAYOUT_KEYS = ("rope_is_neox_style", "is_neox_style")
 """SGLang's and vLLM's."""
+QWEN = ("qwen2", "qwen3")
+"""Kinds of layers which have windows from max_window_layers on where no list says which."""
 MAP = "d2t"
 """By token of the drafter: how far on in the target's vocabulary it is (an offset, not an id)."""
 
@@ -229,6 +231,9 @@ def _check_type(values: Values, *kinds: str) -> None:
 def refuse_windows(values: Values) -> None:
     """Raises ModelError where layers of a drafter see a window alone. A list of another length is the target's, which drafters' authors leave."""
     kinds = values.get("layer_types")
+    has_windows = kinds is None and values.get("model_type") in QWEN and values.flag("use_sliding_window") and values.has("sliding_window")
+    if has_windows and values.integer("max_window_layers", 2**16, low=0, default=28) < read_num_layers(values):
+        raise values.refuse("use_sliding_window", "false with this method: windows are not served")
     if not isinstance(kinds, list) or len(kinds) != read_num_layers(values):
         return
     for number, kind in enumerate(kinds):
