@@ -56,7 +56,7 @@ LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 HEAD = re.compile(r"(?!.*\.res_connection\.)(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks|lm_heads)\.(\d+)\.")
 LEARNED = re.compile(
     r"(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks|lm_heads)\."
-    r"|(?:model\.)?(?:(?:layers\.\d+|midlayer|transformer)\.|(?:fc|fc_norm\.\d+|input_norm|embedding_layernorm|hidden_states_layernorm)\.(?:weight|bias)$)"
+    r"|(?:model\.)?(?:(?:layers\.\d+|midlayer|transformer)\.|(?:fc|fc_norm\.\d+|aux_norm_\w+|input_norm|embedding_layernorm|hidden_states_layernorm)\.(?:weight|bias)$)"
 )
 """Weights of a drafter's layers, and of what config.json may or may not say that its inputs go through: none of them is there for nothing."""
 
@@ -66,7 +66,7 @@ SPECULATORS = {"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "dflash
 """Methods by what speculators calls them."""
 OWN_WEIGHTS = {
     "eagle3": re.compile(r"(?:model\.)?(?:midlayer|layers\.0)\.hidden_norm\."),
-    "dspark": re.compile(r"markov_head\."),
+    "dspark": re.compile(r"(?:markov_head|markov_w1)\."),
     "dflash": re.compile(r"(?:model\.)?hidden_norm\."),
     "eagle": re.compile(r"(?:model\.)?fc\.|fusion_fc\."),
     "medusa": re.compile(r"(?:medusa_heads\.)?(?:\d+\.(?:medusa_layers\.)?\d+\.linear|blocks\.\d+\.layers|lm_heads\.\d+)\."),

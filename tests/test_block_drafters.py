@@ -53,6 +53,8 @@ class Kind:
     num_skipped: int = 0
     """Rows of a block before that of the first draft."""
     is_causal: bool = False
+    is_interleaved: bool = False
+    """Numbers 2 i and 2 i + 1 of a head turn together."""
     is_whole: bool = False
     """It has an embedding and a head of its own."""
     has_map: bool = False
@@ -130,6 +132,24 @@ KINDS = [
         },
         tapped=(2, 6),
     ),
+    Kind(
+        "DSpark of ModelOpt",
+        "dspark",
+        {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": 4,
+            "dflash_config": {
+                "mask_token_id": 9,
+                "target_layer_ids": [0, 3, 6],
+                "projector_type": "dspark",
+                "shift_label": True,
+                "markov_rank": RANK,
+                "markov_head_type": "gated",
+                "use_confidence_head": True,
+            },
+        },
+    ),
+    Kind("neighbours turn", config=DFLASH.config | {"is_neox_style": False}, mask=301, num_skipped=1, is_interleaved=True),
 ]
 
 
@@ -137,8 +157,11 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
 
 
-def turn(x: torch.Tensor, first: int) -> torch.Tensor:
+def turn(x: torch.Tensor, first: int, *, is_interleaved: bool) -> torch.Tensor:
     """Rotary embedding of [T, heads, SIZE] at positions from `first` on."""
+    if is_interleaved:
+        halves = turn(torch.cat([x[..., ::2], x[..., 1::2]], dim=-1), first, is_interleaved=False)
+        return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
     frequencies = 1000.0 ** (-torch.arange(0, SIZE, 2) / SIZE)
     angles = torch.arange(first, first + len(x))[:, None, None] * torch.cat([frequencies, frequencies])
     half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], dim=-1)
@@ -159,9 +182,9 @@ class Drafter:
         def project(part: str, states: torch.Tensor) -> torch.Tensor:
             return F.linear(states, own[f"self_attn.{part}_proj.weight"]).view(len(states), -1, SIZE)
 
-        q = turn(norm(project("q", y), own["self_attn.q_norm.weight"]), known)
+        q = turn(norm(project("q", y), own["self_attn.q_norm.weight"]), known, is_interleaved=self.kind.is_interleaved)
         both = torch.cat([context, y])
-        k = turn(norm(project("k", both), own["self_attn.k_norm.weight"]), 0)
+        k = turn(norm(project("k", both), own["self_attn.k_norm.weight"]), 0, is_interleaved=self.kind.is_interleaved)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, project("v", both)))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(SIZE)
         if self.kind.is_causal:
@@ -254,7 +277,7 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
         if mixed := mixer.get(kind.value("markov_head_type", "")):
             name, out, width = mixed
             made |= {f"markov_head.{name}.weight": matrix(out, width), f"markov_head.{name}.bias": matrix(out)}
-        width = HIDDEN + (RANK if kind.value("confidence_head_with_markov", kind.is_speculators) else 0)
+        width = HIDDEN + (RANK if kind.value("confidence_head_with_markov", kind.is_speculators or kind.value("use_confidence_head", False)) else 0)
         made |= {"confidence_head.proj.weight": matrix(1, width, scale=0.5), "confidence_head.proj.bias": matrix(1)}
     return made
 
@@ -263,6 +286,8 @@ def save_drafter(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> 
     folder.mkdir()
     own = {"speculators_model_type": kind.method, "transformer_layer_config": LAYER} if kind.is_speculators else LAYER
     (folder / "config.json").write_text(json.dumps({**own, **kind.config}))
+    if kind.value("use_confidence_head", False):  # whose heads' names have no prefix
+        weights = {name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): weight for name, weight in weights.items()}
     save_file(weights, folder / "model.safetensors")
 
 
@@ -404,7 +429,10 @@ REFUSED = [
         r"target_layer_ids is \[0, 8\]; it must be a list of layers of the target",
     ),
     (0, {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa is True; it must be left out"),
+    (0, {"dflash_config": LISTED | {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5; it must be 1, or left out: it is not served"),
+    (0, {"use_gemma_norm": True}, "use_gemma_norm is True; it must be left out: it is not served"),
     (0, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'; it must be 'full_attention'"),
+    (0, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window is True; it must be false with this method"),
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
     (0, {"dflash_config": LISTED | {"projector_type": "domino"}}, "projector_type 'domino' is not supported; known: dflash, dspark"),
     (0, {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 9}, "num_target_layers is 9; it must be 8, as many as the target has"),

@@ -94,6 +94,7 @@ KINDS = [
     Kind("EAGLE of speculators", method="eagle", layer="transformer", tapped=(), is_speculators=True, has_map=False),
     Kind("of ModelOpt", config={"eagle_config": {IDS: [], "use_aux_hidden_state": True}}, has_map=False),
     Kind("the target's head", config={"logit_scale": 0.5}, has_map=False, has_head=False),
+    Kind("3.1 in SGLang's older names", config={"use_aux_norm": True, "norm_output": True}, has_map=False),
     Kind("DeepSeek's", config={"target_layer_ids": [1, 3, 4, 7]}, layer="layers.0", tapped=(2, 4, 5, 8), has_map=False, has_head_norms=True),
 ]
 
@@ -182,7 +183,7 @@ class Drafter:
     def join(self, states: list[torch.Tensor]) -> torch.Tensor:
         """fc of the tapped states [T, hidden] each."""
         own, config = self.weights, self.kind.config
-        if config.get("fc_norm"):
+        if config.get("fc_norm") or config.get("use_aux_norm"):
             states = [norm(state, own[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
         joined = torch.cat(states, dim=-1)
         if config.get("eagle_config", {}).get("norm_before_fc"):
@@ -248,7 +249,7 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
     if kind.mask_token_id is not None:
         shape = (1, 1) if kind.type else (1,)
         made["mask_hidden"] = torch.randn(*shape, len(kind.tapped) * HIDDEN, generator=generator)
-    if kind.config.get("fc_norm"):
+    if kind.config.get("fc_norm") or kind.config.get("use_aux_norm"):
         made |= {f"fc_norm.{i}.weight": scale(HIDDEN) for i in range(len(kind.tapped))}
     if kind.config.get("eagle_config", {}).get("norm_before_fc"):
         made["input_norm.weight"] = scale(len(kind.tapped) * HIDDEN)
@@ -271,6 +272,9 @@ def save_drafter(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> 
     (folder / "config.json").write_text(json.dumps(config))
     whole = ("d2t", "t2d", "lm_head.weight")
     stored = {name if name in whole else kind.prefix + name.replace("midlayer", kind.layer): weight for name, weight in weights.items()}
+    if "use_aux_norm" in kind.config:
+        older = {f"fc_norm.{i}.weight": f"aux_norm_{name}.weight" for i, name in enumerate(("low", "mid", "high"))}
+        stored = {older.get(name, name): weight for name, weight in stored.items()}
     if kind.layer == "transformer":
         stored = {name.replace("fc.", "fusion_fc."): weight for name, weight in stored.items()}
     if kind.file.endswith(".bin"):
@@ -509,6 +513,7 @@ def test_weights_of_more_layers_than_it_says(target: tuple[Any, Path], tmp_path:
     ("number", "config", "name"),
     [
         (6, {"fc_norm": False}, "fc_norm.0.weight"),
+        (15, {"use_aux_norm": False}, "aux_norm_high.weight"),
         (7, {"eagle_config": {}}, "input_norm.weight"),
         (11, {"add_para_norm": False}, "embedding_layernorm.weight"),
         (0, {}, "midlayer.self_attn.sinks"),

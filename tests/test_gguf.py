@@ -305,6 +305,7 @@ def with_tokens(**changed: Any) -> Callable[[gguf.GGUFWriter], None]:
         ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries; there are 10 tokens"),
         ({"eos_token_id": 77}, "tokenizer.ggml.eos_token_id is 77; it must be from 0 to 9"),
         ({"eos_token_id": True}, "tokenizer.ggml.eos_token_id is True; it must be from 0 to 9"),
+        ({"pre": None}, "tokenizer.ggml.pre is None; it must be one of: llama3"),
         ({"pre": ["qwen2"]}, "tokenizer.ggml.pre is ['qwen2']; it must be one of: llama3"),
     ],
     ids=str,

@@ -38,8 +38,8 @@ class MarkovHead:
     ) -> None:
         """vocab_sizes: of the target and of the drafter; draft_ids: of the latter's tokens those that are scored."""
         self._kind, self._rank = spec.kind, spec.rank
-        self._embedding = weights.whole("markov_head.markov_w1.weight", (vocab_sizes[0], spec.rank))
-        scores = weights.whole("markov_head.markov_w2.weight", (vocab_sizes[1], spec.rank))
+        self._embedding = weights.whole(f"{spec.prefix}markov_w1.weight", (vocab_sizes[0], spec.rank))
+        scores = weights.whole(f"{spec.prefix}markov_w2.weight", (vocab_sizes[1], spec.rank))
         self._scores = make_linear(scores if draft_ids is None else scores[draft_ids])
         self._mixer = None if spec.kind == "vanilla" else weights.split_rows([spec.mixer(hidden_size)])
 
@@ -101,7 +101,7 @@ class Dflash:
             self._confidence: tuple[torch.Tensor, torch.Tensor] | None = None
             if spec.confidence is not None:
                 found = (("weight", (1, spec.confidence)), ("bias", (1,)))
-                weight, bias = (weights.exact(f"confidence_head.proj.{part}", shape) for part, shape in found)
+                weight, bias = (weights.exact(f"{spec.confidence_name}.{part}", shape) for part, shape in found)
                 self._confidence = weight, bias
         part = spec.layers[0].attention
         self.heads = own_heads(part, own)

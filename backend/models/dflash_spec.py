@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, refuse_windows
+from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, refuse_windows, settle_layout
 from backend.models.families.qwen import qwen3_layer
-from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
+from backend.models.spec import LAYER_TYPES, AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
 
 logger = logging.getLogger(__name__)
@@ -20,10 +21,12 @@ MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MAX_BLOCK = 1024
 PROJECTORS = ("dflash", "dspark")
 """SpecForge's names of the heads that are served."""
-HEADS = ("markov_head.", "prefix_gru.", "embed_proj.", "logit_head.")
-"""Weights of what looks at the tokens before a draft (DSpark's, Domino's, either in SpecForge's older files) begin so."""
-UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias")
-"""What later variants have, and windows and sinks, none of which is served; false, null and 0 say that there is none."""
+HEADS = ("markov_head.", "markov_w1.", "prefix_gru.", "embed_proj.", "logit_head.")
+"""Weights of what looks at the tokens before a draft (DSpark's, also Model-Optimizer's, Domino's, either in SpecForge's older files) begin so."""
+UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias", "use_gemma_norm")
+"""What later variants have, windows, sinks, and norms' weights counted from 1, none of which is served; false, null and 0 say that there is none."""
+FACTORS = ("attention_value_scale", "input_embedding_scale")
+"""Of values and of embeddings (MiMo's, DFlash2's): 1 changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,13 @@ class MarkovSpec:
 
     rank: int
     kind: str
+    prefix: str
+    """Of its weights' names."""
 
     def list_weights(self, weights: WeightList, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> None:
         weights.required |= {
-            "markov_head.markov_w1.weight": (vocab_size, self.rank),
-            "markov_head.markov_w2.weight": (draft_vocab_size, self.rank),
+            f"{self.prefix}markov_w1.weight": (vocab_size, self.rank),
+            f"{self.prefix}markov_w2.weight": (draft_vocab_size, self.rank),
         }
         if self.kind != "vanilla":
             weights.add(self.mixer(hidden_size))
@@ -44,8 +49,8 @@ class MarkovSpec:
     def mixer(self, hidden_size: int) -> Projection:
         """Of what the token's numbers are mixed with, but for a vanilla head."""
         if self.kind == "gated":
-            return Projection("markov_head.gate_proj", self.rank, hidden_size + self.rank, has_bias=True)
-        return Projection("markov_head.joint_proj", 3 * self.rank, hidden_size + 2 * self.rank, has_bias=True)
+            return Projection(f"{self.prefix}gate_proj", self.rank, hidden_size + self.rank, has_bias=True)
+        return Projection(f"{self.prefix}joint_proj", 3 * self.rank, hidden_size + 2 * self.rank, has_bias=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class DflashSpec:
     markov: MarkovSpec | None
     confidence: int | None
     """Numbers that the confidence head looks at; None: there is no such head."""
+    confidence_name: str
+    """Of its weight and bias."""
     logit_scale: float = 1.0
 
     def list_weights(self, weights: WeightList) -> None:
@@ -97,7 +104,7 @@ class DflashSpec:
         if self.markov is not None:
             self.markov.list_weights(weights, self.hidden_size, self.vocab_size, self.draft_vocab_size)
         if self.confidence is not None:
-            weights.required |= {"confidence_head.proj.weight": (1, self.confidence), "confidence_head.proj.bias": (1,)}
+            weights.required |= {f"{self.confidence_name}.weight": (1, self.confidence), f"{self.confidence_name}.bias": (1,)}
 
 
 def read_dflash(values: Values, names: Collection[str], num_target_layers: int, *, is_spark: bool) -> DflashSpec:
@@ -114,6 +121,8 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     for part in (values, section):
         if key := next((key for key in UNKNOWN if part.get(key)), None):
             raise part.refuse(key, "left out: it is not served")
+        if key := next((key for key in FACTORS if part.get(key) not in (None, 1)), None):
+            raise part.refuse(key, "1, or left out: it is not served")
     section.choice("projector_type", PROJECTORS, method)
 
     def place(key: str) -> Values:
@@ -129,20 +138,23 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     # DeepSeek's code makes DFlash drafters too, which draft as DSpark's do.
     is_deepseek = made_for(values, "DSpark") if not is_speculators else is_spark
     anchor = place("sample_from_anchor")
-    if is_spark and not is_speculators and made_for(values, "DFlash") and not anchor.has("sample_from_anchor"):  # its first row is not a draft
+    is_told = anchor.has("sample_from_anchor") or place("shift_label").flag("shift_label")  # the latter is Model-Optimizer's
+    if is_spark and not is_speculators and made_for(values, "DFlash") and not is_told:  # its first row is not a draft
         raise values.refuse("architectures", "a DSpark drafter's with this method")
     is_anchor_sampled = anchor.flag("sample_from_anchor", default=is_deepseek or is_spark)
     if is_speculators and is_spark and not anchor.has("sample_from_anchor"):
         told = "the newest token's row drafts, as speculators has it; those that were trained before it had the key (0.7) need false"
         logger.warning("%s has no 'sample_from_anchor': %s", values.where, told)
     block = place("block_size").integer("block_size", MAX_BLOCK, low=1 if is_anchor_sampled else 2)
-    markov = _read_markov(place, is_spark=is_spark, is_anchor_sampled=is_anchor_sampled, default=256 if is_spark and is_speculators else 0)
+    default, is_bare = 256 if is_spark and is_speculators else 0, has_part("markov_w1", names)  # Model-Optimizer's heads have no prefix
+    markov = _read_markov(place, is_spark=is_spark, is_anchor_sampled=is_anchor_sampled, default=default, is_bare=is_bare)
     confidence = None
-    # SpecForge's drafters have the head where its loss had a weight, unless the flag says otherwise.
-    is_confident = bool(section.get("confidence_head_alpha")) or (is_speculators and is_spark)
+    # SpecForge's drafters have the head where its loss had a weight, unless the flag says otherwise; Model-Optimizer's flag has another name.
+    is_optimizers = section.flag("use_confidence_head")
+    is_confident = is_optimizers or bool(section.get("confidence_head_alpha")) or (is_speculators and is_spark)
     if place("enable_confidence_head").flag("enable_confidence_head", default=is_confident):
         own = place("confidence_head_with_markov")
-        with_markov = own.flag("confidence_head_with_markov", default=is_speculators)
+        with_markov = own.flag("confidence_head_with_markov", default=is_speculators or is_optimizers)
         if with_markov and markov is None:
             raise own.refuse("confidence_head_with_markov", "false where markov_rank is 0")
         confidence = hidden + (markov.rank if with_markov and markov is not None else 0)
@@ -157,7 +169,7 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         draft_vocab_size=values.integer("draft_vocab_size", vocab_size, default=vocab_size),
         tapped_layers=tapped,
         fc=Projection(f"{prefix}fc", hidden, len(tapped) * target_hidden),
-        layers=tuple(qwen3_layer(values, f"{prefix}layers.{i}") for i in range(read_num_layers(values))),
+        layers=tuple(_layer(values, f"{prefix}layers.{i}") for i in range(read_num_layers(values))),
         embedding=f"{prefix}embed_tokens",
         head="lm_head",
         hidden_norm=f"{prefix}hidden_norm.weight",
@@ -168,8 +180,15 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         is_causal=place("causal").flag("causal", default=values.flag("is_causal")),
         markov=markov,
         confidence=confidence,
+        confidence_name="confidence_proj" if is_bare else "confidence_head.proj",
         logit_scale=values.number("logit_scale", 1e6, default=1.0),
     )
+
+
+def _layer(values: Values, prefix: str) -> LayerSpec:
+    layer = qwen3_layer(values, prefix)
+    assert isinstance(layer.attention, AttentionSpec)
+    return dataclasses.replace(layer, attention=settle_layout(values, layer.attention))
 
 
 def _read_mask_token(place: Place, vocab_size: int) -> int:
@@ -177,8 +196,8 @@ def _read_mask_token(place: Place, vocab_size: int) -> int:
     return place(key).integer(key, vocab_size - 1, low=0)
 
 
-def _read_markov(place: Place, *, is_spark: bool, is_anchor_sampled: bool, default: int) -> MarkovSpec | None:
-    """default: the rank where none is written."""
+def _read_markov(place: Place, *, is_spark: bool, is_anchor_sampled: bool, default: int, is_bare: bool) -> MarkovSpec | None:
+    """default: the rank where none is written; is_bare: its weights' names have no prefix."""
     rank = place("markov_rank").integer("markov_rank", 2**14, low=0, default=default)
     if not rank:
         return None
@@ -187,7 +206,7 @@ def _read_markov(place: Place, *, is_spark: bool, is_anchor_sampled: bool, defau
     kind = place("markov_head_type").choice("markov_head_type", MARKOV_KINDS, "vanilla")
     if kind == "rnn" and not is_anchor_sampled:
         raise place("sample_from_anchor").refuse("sample_from_anchor", "true where markov_head_type is rnn")
-    return MarkovSpec(rank, kind)
+    return MarkovSpec(rank, kind, "" if is_bare else "markov_head.")
 
 
 def _read_tapped_layers(values: Values, section: Values, count: int) -> tuple[int, ...]:

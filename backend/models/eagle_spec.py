@@ -19,6 +19,12 @@ OUTPUTS = ("target_layer_ids", "aux_hidden_states_layer_ids")
 PARD_KEYS = ("pard_token", "ptd_token_id")
 MASK_KEYS = (*PARD_KEYS, "mask_token_id")
 """Of parallel drafting: those that vLLM reads, and speculators'."""
+TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+"""What SGLang's older files call fc_norm, as they call the key use_aux_norm."""
+LAYOUT_KEYS = ("rope_is_neox_style", "is_neox_style")
+"""SGLang's and vLLM's."""
+QWEN = ("qwen2", "qwen3")
+"""Kinds of layers which have windows from max_window_layers on where no list says which."""
 MAP = "d2t"
 """By token of the drafter: how far on in the target's vocabulary it is (an offset, not an id)."""
 
@@ -129,13 +135,18 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
         if not place.flag("use_aux_hidden_state", default=True):
             raise place.refuse("use_aux_hidden_state", "true: the drafter takes states of several layers")
     is_normed_before_fc = section.flag("norm_before_fc", default=values.flag("norm_before_fc"))
-    if is_normed_before_fc and values.flag("fc_norm"):
-        raise values.refuse("fc_norm", "false where norm_before_fc is true: either norm stands before fc, not both")
+    has_tap_norms = values.flag("fc_norm") or values.flag("use_aux_norm")
+    if is_normed_before_fc and has_tap_norms:
+        key = "fc_norm" if values.flag("fc_norm") else "use_aux_norm"
+        raise values.refuse(key, "false where norm_before_fc is true: either norm stands before fc, not both")
     hidden, prefix = values.integer("hidden_size", 2**17), _find_prefix(names)
     target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
     vocab_size = values.integer("vocab_size", 2**22)
     tapped = _read_tapped_layers(values, num_target_layers)
-    fc_norms = tuple(f"{prefix}fc_norm.{i}.weight" for i in range(len(tapped))) if values.flag("fc_norm") else ()
+    own = TAP_NORMS if has_part(f"{prefix}{TAP_NORMS[0]}", names) else [f"fc_norm.{i}" for i in range(len(tapped))]
+    if has_tap_norms and len(own) != len(tapped):
+        raise ModelError(f"{values.where}: the weights have norms of {len(own)} states ({', '.join(own)}); {len(tapped)} are taken")
+    fc_norms = tuple(f"{prefix}{name}.weight" for name in own) if has_tap_norms else ()
     first = next((f"{prefix}{name}" for name in ("midlayer", "layers.0") if has_part(f"{prefix}{name}.self_attn.q_proj", names)), f"{prefix}midlayer")
     count = read_num_layers(values)
     layers = [_layer(values, first if i == 0 else f"{prefix}layers.{i}", names, is_first=i == 0, in_features=2 * hidden) for i in range(count)]
@@ -220,12 +231,23 @@ def _check_type(values: Values, *kinds: str) -> None:
 def refuse_windows(values: Values) -> None:
     """Raises ModelError where layers of a drafter see a window alone. A list of another length is the target's, which drafters' authors leave."""
     kinds = values.get("layer_types")
+    has_windows = kinds is None and values.get("model_type") in QWEN and values.flag("use_sliding_window") and values.has("sliding_window")
+    if has_windows and values.integer("max_window_layers", 2**16, low=0, default=28) < read_num_layers(values):
+        raise values.refuse("use_sliding_window", "false with this method: windows are not served")
     if not isinstance(kinds, list) or len(kinds) != read_num_layers(values):
         return
     for number, kind in enumerate(kinds):
         if kind != LAYER_TYPES[0]:
             rule = f"it must be {LAYER_TYPES[0]!r} with this method: windows are not served"
             raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r:.80}; {rule}")
+
+
+def settle_layout(values: Values, part: AttentionSpec) -> AttentionSpec:
+    """Attention whose numbers turn in the pairs that it was trained with, whatever the target's do: halves, unless the file says otherwise."""
+    key = next((key for key in LAYOUT_KEYS if values.has(key)), None)
+    if key is None or values.flag(key):
+        return part
+    return dataclasses.replace(part, rope=dataclasses.replace(part.rope, is_interleaved=True))
 
 
 def has_part(part: str, names: Collection[str]) -> bool:
@@ -242,6 +264,7 @@ def _layer(values: Values, prefix: str, names: Collection[str], *, is_first: boo
     layer = llama_layer(values, prefix)
     part = layer.attention
     assert isinstance(part, AttentionSpec)
+    part = settle_layout(values, part)
     if f"{prefix}.self_attn.q_norm.weight" in names:
         part = dataclasses.replace(part, query_norm=f"{prefix}.self_attn.q_norm.weight", key_norm=f"{prefix}.self_attn.k_norm.weight")
     if is_first and in_features is not None:

@@ -159,7 +159,8 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
     names = {
         f"{kind}_token": _token(file, own, len(tokens)) for kind, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
-    kind, pre = file.values.get("tokenizer.ggml.model"), file.values.get("tokenizer.ggml.pre", "gpt-2")
+    kind = file.values.get("tokenizer.ggml.model")
+    pre = file.values.get("tokenizer.ggml.pre", None if kind == "gpt2" else "")  # other kinds do not look at it
     if not isinstance(pre, str):
         raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r:.40}; it must be one of: {', '.join(PRE_TOKENIZERS)}")
     has_bos = kind == "llama" or (pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].has_bos)
