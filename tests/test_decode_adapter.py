@@ -694,3 +694,12 @@ def test_the_tokenizer_names_the_byte_that_is_no_text(adapter):
     model._max_characters = 100
     with pytest.raises(ValueError, match="text_input is not valid UTF-8: byte 0xff at 2"):
         model._read_text("text_input", np.array([b"ab\xff\xfe"], dtype=object))
+
+
+def test_the_tokenizer_knows_parameters_that_are_meant_to_be_inputs(adapter):
+    """As the decode model does, behind which a client of the ensemble may be."""
+    from backend.adapters.tokenizer import TritonPythonModel
+
+    model = object.__new__(TritonPythonModel)
+    response = model.execute([InferenceRequest(text_input="x", parameters='{"max_token": 3}')])[0]
+    assert "unknown input 'max_token'; did you mean \"max_tokens\"?" in response.error().message()
