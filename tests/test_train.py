@@ -323,6 +323,22 @@ def test_a_process_that_is_stopped_before_it_trains_ends_at_once(tmp_path: Path,
     assert heard == [signal.SIG_DFL]
 
 
+def test_what_killed_runs_met_by_is_removed(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of each was left in the folder of the drafter."""
+    (out := tmp_path / "out").mkdir()
+    left = [out / f".meeting-{number}" for number in (2**22, 2**22 + 1)]
+    for path in left:
+        path.touch()
+
+    def start(*_: Any, **__: Any) -> None:
+        assert not any(path.exists() for path in left)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(multiprocessing, "start_processes", start)
+    assert main(flags(folder, text, out, processes=2)) == 130
+    assert not list(out.glob(".meeting-*"))
+
+
 def test_a_process_that_is_killed_after_it_was_stopped_is_said(
     folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
