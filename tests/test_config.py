@@ -1678,8 +1678,16 @@ def test_checked_in_repositories_have_the_launchers_defaults(state: Path, role: 
     checked_in = rendering.REPOSITORIES / ("standalone" if is_standalone else role)
     rendered = config_of(state / "repository-8000")
     assert config_of(checked_in) == rendered
-    drafter = parameters_of(read_pbtxt(checked_in / "mtp_drafter" / "config.pbtxt"))
-    assert not is_standalone or int(drafter["num_model_steps"]) == rendered.speculative_config.num_model_steps
+    assert (checked_in / "mtp_drafter").exists() == is_standalone, "nobody would ask it"
+    if is_standalone:
+        drafter = parameters_of(read_pbtxt(checked_in / "mtp_drafter" / "config.pbtxt"))
+        assert int(drafter["num_model_steps"]) == rendered.speculative_config.num_model_steps
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_with_a_drafter_of_its_own_have_it_beside_them(state: Path, role: str) -> None:
+    assert main(["serve", "--dry-run", "--role", role, '--speculative-config={"method": "mtp", "placement": "bls"}']) == 0
+    assert parameters_of(read_pbtxt(state / "repository-8000" / "mtp_drafter" / "config.pbtxt"))["model"] == str(BUNDLED_DRAFTER)
 
 
 @pytest.mark.parametrize(
