@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from backend.config import DTYPES
+from backend.config import DTYPES, MAX_RANKS
 from backend.errors import ConfigError, ModelError
 from backend.model_files import expand_user
 from backend.quantization_config import normalize_cache_dtype
+from backend.section import require
 from deploy.endings import raised_signals
+
+MAX_SEQUENCES = 2**20
+"""Whose memory `inspect` sums up."""
 
 
 def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +55,12 @@ def inspect(args: argparse.Namespace) -> int:
     """Returns the exit status: 0 for what can be served."""
     from backend.model_sources import GGUF_SUFFIX, Source, find_model
     from backend.models.inspection import Load, inspect
+    from backend.models.rope_spec import MAX_LEN
 
     try:
-        for key in ("max_model_len", "batch", "tensor_parallel_size"):
-            if (value := getattr(args, key)) is not None and value < 1:
-                raise ConfigError(f"{key} must be 1 or more, got {value}")
+        for key, most in (("max_model_len", MAX_LEN), ("batch", MAX_SEQUENCES), ("tensor_parallel_size", MAX_RANKS)):
+            if (value := getattr(args, key)) is not None:
+                require(1 <= value <= most, key, value, f"from 1 to {most}")
         path = expand_user(args.model)
         is_here = os.path.exists(path)
         if args.target or not (os.path.isfile(path) and path.suffix == GGUF_SUFFIX):
