@@ -253,6 +253,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
         raise
     lost: list[str] = []
     ranks: Ranks | None = None
+    pulse: Pulse | None = None
 
     def lose(why: str) -> None:
         lost.append(why)
@@ -295,7 +296,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
                 if ring is not None:
                     ring.close()
             orders.end()
-            pulse.stop()
+            pulse.stop()  # before rank 0 goes
             pages.close()
             worker.release()
             ranks.close()
@@ -305,6 +306,9 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
             if not isinstance(error, NotWanted | MasterSilent):  # of the first another may be this rank
                 store.set(f"error {rank}", f"{type(error).__name__}: {error}")
         raise
+    finally:
+        if pulse is not None:
+            pulse.stop()
 
 
 def main() -> None:

@@ -189,6 +189,29 @@ def test_rank_0_s_pulse_is_its_process_s() -> None:
     assert not pulse.is_alive()
 
 
+ENDING = """
+import atexit, time
+atexit.register(lambda: print([each.is_alive() for each in own]))  # after all handlers that come later
+from backend.follower import reach_store
+from backend.group import open_store
+from backend.parallel import pulse
+pulse.PULSE_SECONDS = 0.0
+store = open_store("127.0.0.1", 0)
+own = [pulse.Pulse(reach_store("127.0.0.1", store.port, 2)) for _ in range(2)]
+for each in own:
+    each.start()
+time.sleep(0.1)
+own[0].stop()
+print([each.is_alive() for each in own])
+"""
+
+
+def test_pulses_are_over_before_python_ends() -> None:
+    """A call of the library that came back meanwhile ended the process by `terminate called without an active exception`."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "[False, True]\n[False, False]\n"), done.stderr
+
+
 def test_a_rank_0_that_vanishes_before_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library tells after the 120 s for which it waits for ranks."""
     monkeypatch.setattr(follower, "MASTER_HANG_SECONDS", 0.5)
@@ -208,6 +231,7 @@ def test_a_rank_0_that_vanishes_before_the_ranks_have_met(monkeypatch: pytest.Mo
             assert SILENT in reports.get(timeout=30)["error"]
         finally:
             process.kill()
+        await_true(lambda: not {"verdict", "pulse"} & {thread.name for thread in threading.enumerate()})
 
 
 def await_true(is_so) -> None:
