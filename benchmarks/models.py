@@ -33,11 +33,11 @@ def text_of(name: str) -> str:
 
 
 def check_gpus(parser: argparse.ArgumentParser, count: int = 1) -> None:
-    """Ends the process with the parser's error where there are fewer GPUs than a measurement wants, or kernels cannot run on them."""
+    """Ends the process with the parser's error where there are fewer GPUs than a measurement wants, or kernels cannot run on the first: on others
+    this process is to have no context."""
     if (found := torch.cuda.device_count()) < count:
         parser.error(f"{count} GPU{'s' * (count > 1)} needed, and torch {torch.__version__} sees {found}")
     try:
-        for index in range(count):
-            check_device(torch.device("cuda", index))
+        check_device(torch.device("cuda", 0))
     except KernelError as error:
         parser.error(str(error))
