@@ -55,12 +55,11 @@ def inspect(args: argparse.Namespace) -> int:
     """Returns the exit status: 0 for what can be served."""
     from backend.model_sources import GGUF_SUFFIX, Source, find_model
     from backend.models.inspection import Load, inspect
-    from backend.models.rope_spec import MAX_LEN
 
     try:
-        for key, most in (("max_model_len", MAX_LEN), ("batch", MAX_SEQUENCES), ("tensor_parallel_size", MAX_RANKS)):
-            if (value := getattr(args, key)) is not None:
-                require(1 <= value <= most, key, value, f"from 1 to {most}")
+        for key, most in (("batch", MAX_SEQUENCES), ("tensor_parallel_size", MAX_RANKS)):
+            require(1 <= (value := getattr(args, key)) <= most, key, value, f"from 1 to {most}")
+        require(args.max_model_len is None or args.max_model_len >= 1, "max_model_len", args.max_model_len, "1 or more")  # the model has a limit
         path = expand_user(args.model)
         is_here = os.path.exists(path)
         if args.target or not (os.path.isfile(path) and path.suffix == GGUF_SUFFIX):
