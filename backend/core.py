@@ -279,7 +279,7 @@ class TokenLogprobs:
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]
+    top: Sequence[tuple[int, float]]
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import faulthandler
 import json
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
@@ -28,7 +29,7 @@ from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
 from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, await_loaded, check_verdicts, compare_verdicts
 from backend.own_process import has_begun
-from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
+from backend.parallel.lines import BEAT_SECONDS, MASTER_HANG_SECONDS, ORDERS, PLANS, SILENT, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
@@ -160,18 +161,46 @@ class NotWanted(RuntimeError):
     """Rank 0 has no use for this process."""
 
 
-def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:
-    """Says what this rank is, and hears whether it fits. Raises NotWanted with rank 0's words where it does not; ModelError, ConnectionError."""
+class MasterSilent(ModelError):
+    """Rank 0's machine is gone without a word: a call of its store would not come back for long."""
+
+
+def meet(store: dist.Store, config: EngineConfig, rank: int, host: str, silence: Callable[[float], float]) -> tuple[Line, Line | None]:
+    """Says what this rank is, and hears whether it fits. silence: as `Orders` has it.
+
+    Raises NotWanted with rank 0's words where it does not; MasterSilent, ModelError, ConnectionError.
+    """
     store.append("hello", describe_self(config, rank).write())  # type: ignore[attr-defined]
-    try:
-        verdict = store.get("verdict").decode()
-    except RuntimeError as error:  # the store goes with rank 0
-        raise ModelError(f"rank 0 has ended, or said nothing, before the ranks had met: {str(error).splitlines()[0]}") from None
+    verdict = hear_verdict(store, silence)
     store.set(f"heard {rank}", "")
     if verdict:
         raise NotWanted(verdict)
     port = int(store.get("lines"))
     return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
+
+
+def hear_verdict(store: dist.Store, silence: Callable[[float], float]) -> str:
+    """What rank 0 says once all ranks are there. Raises ModelError, and MasterSilent, which the library tells as late as of a rank that does not
+    come."""
+    heard: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def hear() -> None:
+        try:
+            heard.put(store.get("verdict").decode())
+        except RuntimeError as error:  # the store goes with rank 0
+            heard.put(error)
+
+    threading.Thread(target=hear, name="verdict", daemon=True).start()
+    while True:
+        try:
+            found = heard.get(timeout=BEAT_SECONDS)
+            break
+        except queue.Empty:
+            if (silent := silence(time.monotonic())) > MASTER_HANG_SECONDS:
+                raise MasterSilent(f"rank 0: {SILENT} for {silent:.1f} s before the ranks had met: its host, or the network, may be gone") from None
+    if isinstance(found, Exception):
+        raise ModelError(f"rank 0 has ended, or said nothing, before the ranks had met: {str(found).splitlines()[0]}")
+    return found
 
 
 def reach_store(host: str, port: int, size: int) -> dist.TCPStore:
@@ -224,6 +253,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
         raise
     lost: list[str] = []
     ranks: Ranks | None = None
+    pulse: Pulse | None = None
 
     def lose(why: str) -> None:
         lost.append(why)
@@ -240,11 +270,11 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
         if config.parallel_config.node_rank:
             config = dataclasses.replace(config, device=device_of_rank(config, rank))
         ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None
-        line, plan_line = meet(store, config, rank, host)
-        plans = Plans(ring, rank, plan_line, line, check)
         pulse = Pulse(reach_store(host, spec["port"], size))
-        orders = Orders(line, pulse.silence, lose)
         pulse.start()
+        line, plan_line = meet(store, config, rank, host, pulse.silence)
+        plans = Plans(ring, rank, plan_line, line, check)
+        orders = Orders(line, pulse.silence, lose)
         orders.start()
         device = torch.device(config.device)
         if device.type == "cuda":
@@ -266,16 +296,19 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
                 if ring is not None:
                     ring.close()
             orders.end()
-            pulse.stop()
+            pulse.stop()  # before rank 0 goes
             pages.close()
             worker.release()
             ranks.close()
     except Exception as error:
         report({"error": str(error) if isinstance(error, NotWanted) else f"{type(error).__name__}: {error}"})  # rank 0's words, or its own
         with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
-            if not isinstance(error, NotWanted):  # another may be this rank
+            if not isinstance(error, NotWanted | MasterSilent):  # of the first another may be this rank
                 store.set(f"error {rank}", f"{type(error).__name__}: {error}")
         raise
+    finally:
+        if pulse is not None:
+            pulse.stop()
 
 
 def main() -> None:

@@ -149,7 +149,7 @@ class HandOffs:
             )
         elif request.grammar is None or request.grammar.allows(first):
             return True
-        else:  # the other node's tokenizer or library differs; or nothing can follow, and the step here will say so
+        else:  # the other node's tokenizer or library differs
             logger.error("request %r: the first token, %d, came from another node, and the grammar does not allow it", request.group_id, first)
         self.stop(request)  # its pages may still be on their way
         self.give_up(request, "internal")
@@ -172,6 +172,8 @@ class HandOffs:
         if not step.entries[number].emits:
             sink.progress(request, self._planner.count_covered(step, number))
             return
+        if request.grammar is not None:
+            request.grammar.advance(outcome.token_ids)  # raises where no token was possible: nothing of it is handed on
         sources, index = self._planner.hand_off(step, number, outcome)
         probs = self._worker.read_draft_probs(index) if index >= 0 else None
         # A step has scores of all its requests where one of them wants some.

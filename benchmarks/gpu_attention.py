@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from benchmarks.models import check_gpus
 from kernels import attention
 from kernels._load import compile_all, device_of, device_stream
 from kernels.append_kv import append_kv
@@ -189,6 +190,7 @@ def main() -> None:
     parser.add_argument("--planar", action="store_true", help="each layer's keys, and values, in a piece of their own instead of page by page")
     parser.add_argument("--codes", action="store_true", help="pages of bfloat16 against such of e4m3, and nothing else")
     arguments = parser.parse_args()
+    check_gpus(parser)
     global IS_PLANAR
     IS_PLANAR = arguments.planar
     device = torch.device("cuda:0")

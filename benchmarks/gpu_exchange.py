@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from backend.parallel.ranks import await_rows, make_ranks
+from benchmarks.models import check_gpus
 from kernels import scattered
 from kernels._load import device_stream
 
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     arguments = parser.parse_args()
+    check_gpus(parser, arguments.ranks)
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         port = int(own.getsockname()[1])

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu_linear import measure, measure_bandwidth
+from benchmarks.models import check_gpus
 from kernels import experts, quantized_experts, wide_experts, wide_quantized_experts
 from kernels._load import device_stream
 from kernels.activation import silu_mul
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--codes", choices=sorted(CODES), help="of stored weights")
     parser.add_argument("--group", type=int, default=0, help="columns that share a scale; 0: a row's")
     arguments = parser.parse_args()
+    check_gpus(parser)
     device = torch.device("cuda:0")
     with device_stream(device), torch.inference_mode():
         print(f"{torch.cuda.get_device_name()}: copy and sum {measure_bandwidth(device)} TB/s")

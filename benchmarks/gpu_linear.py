@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
+from benchmarks.models import check_gpus
 from kernels._load import device_stream
 from kernels.activation import silu_mul
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", default="1,2,4,6,8,16,24,32,48,64")
     arguments = parser.parse_args()
+    check_gpus(parser)
     device, tokens = torch.device("cuda:0"), [int(n) for n in arguments.tokens.split(",")]
     with device_stream(device), torch.inference_mode():
         copy, read = measure_bandwidth(device)

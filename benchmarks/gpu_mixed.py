@@ -22,6 +22,7 @@ import torch
 from backend import LLM, SamplingParams
 from backend.core import Delta
 from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, watch_steps, write_drafter, write_target
+from benchmarks.models import check_gpus
 
 INPUTS, OUTPUTS = (128, 1536), (32, 384)
 
@@ -123,6 +124,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.uncaptured and arguments.tensor_parallel > 1:
         parser.error("--uncaptured is of this process: other ranks would go on replaying")
+    check_gpus(parser, arguments.tensor_parallel)
     print(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
         target = write_target(arguments.shape, Path(folder))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_linear import SHAPES, measure, measure_bandwidth
+from benchmarks.models import check_gpus
 from kernels._load import device_stream
 from kernels.linear import linear, norm_gated_linear, norm_linear
 from kernels.quantized import quantized_linear, quantized_norm_gated_linear, quantized_norm_linear
@@ -55,6 +56,7 @@ def main() -> None:
         "--in-layer", action="store_true", help="with what a layer has beside them: the norm before qkv and gate_up, and SiLU after that"
     )
     arguments = parser.parse_args()
+    check_gpus(parser)
     device, counts = torch.device("cuda:0"), [int(n) for n in arguments.tokens.split(",")]
     with device_stream(device), torch.inference_mode():
         print(f"{torch.cuda.get_device_name()}: copy and sum {measure_bandwidth(device)} TB/s")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.models import check_gpus
 from kernels._load import device_stream
 from kernels.ngram import draft_ngram
 from kernels.ops import Admission, RequestTable, commit
@@ -181,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", action="store_true", help="a step's layout alone")
     args = parser.parse_args()
+    check_gpus(parser)
     device = torch.device("cuda:0")
     with device_stream(device):
         bandwidth = copy_bandwidth(device)

@@ -28,6 +28,7 @@ import torch
 from backend import LLM, SamplingParams
 from backend.config import RANKS
 from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, write_drafter, write_target
+from benchmarks.models import check_gpus
 from deploy.demo import free_ports, open_url, running_server
 
 MAX_STREAMS_OF_PROCESS = 16
@@ -119,6 +120,7 @@ def main() -> None:
     if arguments.client:
         client()
         return
+    check_gpus(parser, arguments.tensor_parallel)
     columns = ["method", "ranks", "streams", "offline tokens/s", "served tokens/s", "served / offline", "steps", "on the device, ms a step"]
     print(f"| {' | '.join([*columns, 'first tokens of streams, ms', 'last ones', 'tokens a response'])} |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")

@@ -34,6 +34,7 @@ from backend.step.draft_masks import Grammars
 from backend.step.times import StepTimes
 from backend.step.worker import Begun, Launched, Results
 from backend.structured_outputs import StructuredOutputs
+from benchmarks.models import check_gpus
 from benchmarks.one_rank import one_rank_of
 from benchmarks.step_bytes import counted_experts, profiled, read_bytes
 from benchmarks.workloads import completion_prompts
@@ -441,6 +442,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.group != schemes.GROUP and arguments.tensor_parallel > 1:
         parser.error("--group is of this process: other ranks would round in their own groups")
+    check_gpus(parser, arguments.tensor_parallel)
     schemes.GROUP = arguments.group
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_linear import EPS, Layer, run_fused, run_unfused
+from benchmarks.models import check_gpus
 from kernels._load import device_stream
 from kernels.quantized import quantized_add_linear, quantized_norm_gated_linear, quantized_norm_linear
 from kernels.quantized_weight import QuantizedWeight
@@ -147,6 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if len(arguments.ranks) != len(arguments.shape):
         parser.error(f"--ranks {arguments.ranks}: one for each of the {len(arguments.shape)} shapes")
+    check_gpus(parser)
     device = torch.device("cuda:0")
     print(f"{torch.cuda.get_device_name(device)}, steps of {arguments.tokens} tokens, first run and after {arguments.seconds / 2} s")
     print("| shape, ranks | | ms a layer | TFLOP/s | 128 prompts of 512, s | W | MHz |\n|---|---|---|---|---|---|---|")

@@ -15,7 +15,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from backend.quantization import make_linear, quantize
 from backend.quantization_config import ACTIVATION_ALIASES, SCHEMES
 from backend.step.worker import Worker
 from backend.text import Tokenizer
-from benchmarks.models import model_folder
+from benchmarks.models import model_folder, text_of
 from tests.steps import Row, Steps
 from training.heldout import read_heldout
 from training.tokenizer import load_tokenizer
@@ -163,12 +162,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--only", choices=("logits", "speed", "acceptance", "answers"), help="one of the four parts")
     parser.add_argument("--model", type=model_folder, help="another model than the bundled one: its logits alone")
-    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="with --model: texts that it has not seen")
+    parser.add_argument("--text", type=text_of, nargs="+", default=[], metavar="FILE", help="with --model: texts that it has not seen")
     arguments = parser.parse_args()
+    if bool(arguments.model) != bool(arguments.text):
+        parser.error("--model and --text go together: logits of another model are compared over texts that it has not seen")
     if arguments.model:
         folder = arguments.model
         tokenizer = Tokenizer(folder)
-        windows = [tokenizer.encode(Path(path).read_text("utf-8"))[:CONTEXT] for path in arguments.text]
+        windows = [tokenizer.encode(text)[:CONTEXT] for text in arguments.text]
         compare_logits(windows, str(folder), ("float32", "bfloat16"))
         return
     parts: dict[str, Callable[[], None]] = {

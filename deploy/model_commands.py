@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from backend.config import DTYPES
+from backend.config import DTYPES, MAX_RANKS
 from backend.errors import ConfigError, ModelError
 from backend.model_files import expand_user
 from backend.quantization_config import normalize_cache_dtype
+from backend.section import require
 from deploy.endings import raised_signals
+
+MAX_SEQUENCES = 2**20
+"""Whose memory `inspect` sums up."""
 
 
 def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +57,9 @@ def inspect(args: argparse.Namespace) -> int:
     from backend.models.inspection import Load, inspect
 
     try:
-        for key in ("max_model_len", "batch", "tensor_parallel_size"):
-            if (value := getattr(args, key)) is not None and value < 1:
-                raise ConfigError(f"{key} must be 1 or more, got {value}")
+        for key, most in (("batch", MAX_SEQUENCES), ("tensor_parallel_size", MAX_RANKS)):
+            require(1 <= (value := getattr(args, key)) <= most, key, value, f"from 1 to {most}")
+        require(args.max_model_len is None or args.max_model_len >= 1, "max_model_len", args.max_model_len, "1 or more")  # the model has a limit
         path = expand_user(args.model)
         is_here = os.path.exists(path)
         if args.target or not (os.path.isfile(path) and path.suffix == GGUF_SUFFIX):

@@ -17,7 +17,7 @@ from backend.disaggregation_config import is_text
 from backend.errors import ConfigError
 from backend.other_servers.translation import Translation, translate
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
-from backend.section import Section, nearest
+from backend.section import Section, nearest, require
 from deploy.other_options import add_other_arguments, check_spaces
 
 MODEL_CONTROL_MODES = ("none", "explicit")
@@ -33,6 +33,7 @@ COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "wit
 ANY_ADDRESS = ("0.0.0.0", "::")
 LEAST_SERVER_MEMORY = 128 * 2**20
 """A tritonserver that answers holds some: one with a smaller limit would be drained and started again for ever."""
+MAX_RESTARTS, MAX_DRAIN_SECONDS, MAX_LOG_VERBOSE = 10**6, 7 * 86400, 100
 GATEWAY_KEYS = ("served_model_name", "api_keys", "admin_keys", "cors_origins", "vllm_metrics", "max_body_bytes")
 
 
@@ -99,10 +100,8 @@ class ServeConfig(Section):
     def __post_init__(self) -> None:
         if not 1 <= self.hang_seconds <= 3600:
             raise ConfigError(f"hang_seconds must be from 1 to 3600, got {self.hang_seconds}")
-        if self.max_restarts < 0:
-            raise ConfigError(f"max_restarts must be 0 or more, got {self.max_restarts}")
-        if self.drain_seconds < 0:
-            raise ConfigError(f"drain_seconds must be 0 or more, got {self.drain_seconds}")
+        for key, most in (("max_restarts", MAX_RESTARTS), ("drain_seconds", MAX_DRAIN_SECONDS), ("log_verbose", MAX_LOG_VERBOSE)):
+            require(0 <= getattr(self, key) <= most, key, getattr(self, key), f"from 0 to {most}")
         if self.model_control_mode not in MODEL_CONTROL_MODES:
             raise ConfigError(f"model_control_mode must be one of {', '.join(MODEL_CONTROL_MODES)}, got {self.model_control_mode!r:.80}")
         if self.supervise and self.model_control_mode != "none":

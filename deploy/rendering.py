@@ -60,7 +60,8 @@ def render_instances(device: str, count: int) -> str:
 
 
 def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str, source_folder: Path = REPOSITORY, num_ranks: int = 1) -> None:
-    """Writes a repository like a checked-in one: its models without parameters, and those named here with theirs.
+    """Writes a repository like a checked-in one: its models without parameters, and those named here with theirs, which a node may have of the
+    standalone one.
 
     Weights are referenced, not copied. num_ranks: instances of the model that decodes. Raises LaunchError when the folder holds anything that was
     not rendered.
@@ -73,7 +74,8 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
     for name in {source.name for source in REPOSITORIES.glob("*/*")}:  # it may have been of another role
         if (target / name).exists():
             (target / name).rename(part / f"{name}.old")
-    for source in sorted(source_folder.iterdir()):
+    sources = {source.name: source for folder in (REPOSITORY, source_folder) for source in folder.iterdir()}
+    for source in (sources[name] for name in sorted({*parameters, *(own.name for own in source_folder.iterdir())})):
         text = (source / "config.pbtxt").read_text("utf-8")
         head, mark, tail = text.partition("parameters [")
         if mark and source.name not in parameters:

@@ -26,7 +26,7 @@ import torch
 from kernels._cpus import count_cpus
 from kernels._signature import formats_of
 from kernels.structs import header
-from kernels.toolchain import KernelError, find_nvcc
+from kernels.toolchain import KernelError, find_nvcc, locked
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +98,22 @@ def compile_source(name: str, architecture: str, defines: Defines | None = None)
     path = cache_folder() / f"{name}-{architecture}-{key}.{'ptx' if is_ptx else 'cubin'}"
     if path.is_file():
         return path
-    logger.info("compiling kernels/%s.cu for %s ...", name, architecture)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / "out"
-        (Path(folder) / HEADER).write_text(header())
-        result = subprocess.run(
-            [nvcc, *options, f"-I{folder}", "-o", str(made), str(source)], capture_output=True, encoding="utf-8", errors="replace"
-        )
-        if result.returncode:
-            raise KernelError(f"nvcc could not compile {source.name} for {architecture}:\n{result.stderr.strip()}")
-        (path.with_suffix(".log")).write_text(result.stderr, "utf-8")  # registers, shared memory and spills of each kernel
-        made.replace(path)  # whole or not at all: several processes may compile at once
+    (log := path.with_suffix(".log")).touch()
+    with locked(log):
+        if path.is_file():  # others have compiled it meanwhile
+            return path
+        logger.info("compiling kernels/%s.cu for %s ...", name, architecture)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / "out"
+            (Path(folder) / HEADER).write_text(header())
+            result = subprocess.run(
+                [nvcc, *options, f"-I{folder}", "-o", str(made), str(source)], capture_output=True, encoding="utf-8", errors="replace"
+            )
+            if result.returncode:
+                raise KernelError(f"nvcc could not compile {source.name} for {architecture}:\n{result.stderr.strip()}")
+            log.write_text(result.stderr, "utf-8")  # registers, shared memory and spills of each kernel
+            made.replace(path)  # whole or not at all
     return path
 
 

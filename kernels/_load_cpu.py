@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from kernels._load import cache_folder
-from kernels.toolchain import KernelError, find_cxx
+from kernels.toolchain import KernelError, find_cxx, locked
 
 logger = logging.getLogger(__name__)
 
@@ -101,20 +101,26 @@ def compile_sources(level: str, folder: Path | None = None) -> Path:
     for place in (BUILT, cache_folder()) if folder is None else (folder,):
         if (path := place / file).is_file():
             return path
-    logger.info("compiling kernels/cpu for %s ...", level)
     cxx = find_cxx()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as own:
-            made = Path(own) / "out.so"
-            command = [cxx, *options, "-o", str(made), *map(str, sources)]
-            result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-            if result.returncode:
-                raise KernelError(f"{cxx} could not compile kernels/cpu for {level}:\n{result.stderr.strip()}")
-            made.replace(path)  # whole or not at all: several processes may compile at once
+        with locked(path.parent):
+            if not path.is_file():  # others may have compiled it meanwhile
+                _compile(cxx, level, [*options, *map(str, sources)], path)
     except OSError as error:
         raise KernelError(f"{path.parent}, where compiled kernels are kept, cannot be written: {error}") from None
     return path
+
+
+def _compile(cxx: str, level: str, arguments: list[str], path: Path) -> None:
+    """Raises KernelError, OSError."""
+    logger.info("compiling kernels/cpu for %s ...", level)
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+        made = Path(own) / "out.so"
+        result = subprocess.run([cxx, "-o", str(made), *arguments], capture_output=True, encoding="utf-8", errors="replace")
+        if result.returncode:
+            raise KernelError(f"{cxx} could not compile kernels/cpu for {level}:\n{result.stderr.strip()}")
+        made.replace(path)  # whole or not at all
 
 
 def compile_for(level: str, folder: Path | None = None) -> Path:

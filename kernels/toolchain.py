@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -35,3 +38,15 @@ def find_cxx() -> str:
         if name and (path := shutil.which(name)):
             return path
     raise KernelError("no C++ compiler on PATH, and CXX names none: install one (apt-get install g++)")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """By a file or folder that is there: one thread of one process at a time, so that ranks that start at once compile a kernel once."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: each compiles it, and the last one's stays
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -175,6 +175,7 @@ def test_thoughts_are_tokens_too(part):
         (["--request-rate", "0"], "above 0"),
         (["--request-rate", "fast"], "must be above 0, got 'fast'"),
         (["--num-prompts", "0"], "at least 1"),
+        (["--num-warmups", str(10**30)], "must be at most 1000000, got '1000000000"),
         (["--num-prompts", "many"], "must be a whole number, got 'many'"),
         (["--num-warmups", "-1"], "0 or more"),
         (["--output-len", "9:3"], "MIN:MAX"),

@@ -698,7 +698,7 @@ def test_a_command_that_is_ended_leaves_no_half_folder(number: int, tmp_path: Pa
     with subprocess.Popen([sys.executable, "-c", f"{program}; from deploy.cli import main; raise SystemExit(main({words}))"]) as process:
         try:
             deadline = time.monotonic() + 60
-            while not list(out.glob("*.safetensors")):
+            while not list(out.rglob("*.safetensors")):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             process.send_signal(number)

@@ -989,8 +989,10 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"model_control_mode": "poll"}, "model_control_mode must be one of none, explicit, got 'poll'"),
         ({"model_control_mode": "explicit"}, "add --no-supervise to control models yourself"),
         ({"hang_seconds": 0.5}, "hang_seconds must be from 1 to 3600, got 0.5"),
-        ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
-        ({"drain_seconds": -1}, "drain_seconds must be 0 or more, got -1"),
+        ({"max_restarts": -1}, "max_restarts must be from 0 to 1000000, got -1"),
+        ({"drain_seconds": -1}, "drain_seconds must be from 0 to 604800, got -1"),
+        ({"drain_seconds": 10**400}, "drain_seconds must be from 0 to 604800, got 1000000000"),
+        ({"log_verbose": 10**30}, "log_verbose must be from 0 to 100, got 1000000000"),
         ({"max_server_memory": "4"}, "max_server_memory must be 128MiB or more, got 4 bytes"),
         ({"port": 8080, "served_model_name": ["a", " "]}, r"served_model_name must be a name, or names, that have characters, got \('a', ' '\)"),
         ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
@@ -1678,8 +1680,16 @@ def test_checked_in_repositories_have_the_launchers_defaults(state: Path, role: 
     checked_in = rendering.REPOSITORIES / ("standalone" if is_standalone else role)
     rendered = config_of(state / "repository-8000")
     assert config_of(checked_in) == rendered
-    drafter = parameters_of(read_pbtxt(checked_in / "mtp_drafter" / "config.pbtxt"))
-    assert not is_standalone or int(drafter["num_model_steps"]) == rendered.speculative_config.num_model_steps
+    assert (checked_in / "mtp_drafter").exists() == is_standalone, "nobody would ask it"
+    if is_standalone:
+        drafter = parameters_of(read_pbtxt(checked_in / "mtp_drafter" / "config.pbtxt"))
+        assert int(drafter["num_model_steps"]) == rendered.speculative_config.num_model_steps
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_with_a_drafter_of_its_own_have_it_beside_them(state: Path, role: str) -> None:
+    assert main(["serve", "--dry-run", "--role", role, '--speculative-config={"method": "mtp", "placement": "bls"}']) == 0
+    assert parameters_of(read_pbtxt(state / "repository-8000" / "mtp_drafter" / "config.pbtxt"))["model"] == str(BUNDLED_DRAFTER)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -521,3 +522,14 @@ def test_they_are_in_use() -> None:
 
     assert isinstance(make_linear(torch.randn(4, 4)), PanelLinear) and cpu_attention.is_usable(64, torch.float32)
     assert not isinstance(make_linear(torch.randn(4, 4).bfloat16()), PanelLinear)
+
+
+def test_what_several_want_at_once_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank, or thread, that started at once ran a compiler of its own."""
+    (compiler := tmp_path / "c++").write_text('#!/bin/sh\necho run >> "$0.runs"\nsleep 0.3\necho made > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with ThreadPoolExecutor(4) as pool:
+        made = [own.result() for own in [pool.submit(compile_sources, "any", tmp_path / "built") for _ in range(4)]]
+    assert len(set(made)) == 1 and made[0].read_text() == "made\n"
+    assert (tmp_path / "c++.runs").read_text() == "run\n" and list((tmp_path / "built").iterdir()) == [made[0]]

@@ -426,6 +426,9 @@ class TestFieldsThatChangeNothing:
         chat = {**body, "messages": [{"role": "user", "content": "x"}], "modalities": ["text"], "echo": False, "chat_template_kwargs": {}}
         del chat["prompt"]
         assert ask(address, "/v1/chat/completions", {**chat, "add_special_tokens": False})[0] == 200
+        assert ask(address, "/v1/chat/completions", {**chat, "echo": True, "service_tier": "flex", "stop": ["", ""], "bad_words": [""]})[0] == 200
+        said = ask(address, "/v1/chat/completions", {**chat, "echo": True, "messages": [*chat["messages"], {"role": "assistant", "content": "y"}]})
+        assert said[0] == 400 and b"echo: it may be left out, or false" in said[2]
         assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "n": None, "add_special_tokens": True})[0] == 200
 
     def test_special_tokens(self, address):
@@ -459,7 +462,7 @@ class TestFieldsThatChangeNothing:
             ({"best_of": 2}, "'best_of': it may be left out, or n"),
             ({"best_of": 1, "n": 2}, "'best_of': it may be left out, or n"),
             ({"best_of": True}, "'best_of': it may be left out, or n"),
-            ({"service_tier": "priority"}, "'service_tier': it may be left out, or 'auto' or 'default'"),
+            ({"service_tier": "fast"}, "'service_tier': it may be left out, or 'auto', 'default', 'flex', 'scale' or 'priority'"),
             ({"spaces_between_special_tokens": False}, "'spaces_between_special_tokens': it may be left out, or true"),
             ({"use_beam_search": True}, "'use_beam_search': it may be left out, or false"),
             ({"use_beam_search": 0}, "'use_beam_search': it may be left out, or false"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from backend.config import EngineConfig
 from backend.core import NEVER, Delta, HandOff, Request
 from backend.disaggregation.records import Job, probs_from_pages, probs_to_pages, read_job, write_job
 from backend.engine import Engine
+from backend.errors import RequestError
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.drafting import serve
 from tests.families import random_tokens
@@ -191,6 +193,18 @@ def test_as_on_one_engine(llm_all, pair, is_ahead, choice, form) -> None:
             assert all(re.fullmatch(FORM["regex"], own[1]) for one in (found, expected) for own in one if own[3] == "stop"), name
         assert [[own[part] for part in parts] for own in found] == [[own[part] for part in parts] for own in expected], name
     assert llm.engine.hand_offs.num_fetched > before and not llm.engine.hand_offs.fallbacks
+    check_idle(link)
+
+
+def test_a_form_that_leaves_no_token(pair, caplog) -> None:
+    """That is the request's own fault, which the node that computes its prompt finds: nothing is handed on, and no node is to blame."""
+    llm, link = pair(False)
+    before = link.num_failures, link.num_done
+    with pytest.raises(RequestError, match="no token was both allowed by the grammar and possible"):
+        llm.generate(code_prompts(1, (40, 50), seed=32), greedy(8, structured_outputs={"regex": "b{6}"}, bad_words=["b", "bb"]), use_tqdm=False)
+    assert (link.num_failures, link.num_done) == (before[0] + 1, before[1])
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    llm.engine.hand_offs.fallbacks.clear()
     check_idle(link)
 
 

@@ -238,7 +238,9 @@ def test_a_file_that_is_not_converted_yet(tmp_path: Path, capsys: pytest.Capture
     [
         (["--max-model-len", "129"], "max_model_len 129 is beyond the model's own limit 128"),
         (["-tp", "3"], "tensor_parallel_size 3: num_attention_heads is 4, which does not divide by it"),
-        (["--batch", "0"], "batch must be 1 or more, got 0"),
+        (["--batch", "0"], "batch must be from 1 to 1048576, got 0"),
+        (["--batch", "1" + 400 * "0"], "batch must be from 1 to 1048576, got 1000000000"),
+        (["-tp", str(10**30)], "tensor_parallel_size must be from 1 to 64, got 1000000000"),
     ],
     ids=str,
 )

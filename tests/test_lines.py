@@ -84,7 +84,7 @@ def test_rank_0_that_ends_before_the_ranks_have_met() -> None:
     config = EngineConfig.from_dict({"model": str(SMALL_MODEL), "device": "cpu", "parallel_config": {"tensor_parallel_size": 2}})
     other = reach_store(HOST, store[0].port, 2)
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(follower.meet, other, config, 1, HOST)
+        meeting = pool.submit(follower.meet, other, config, 1, HOST, lambda now: 0.0)
         await_true(lambda: store[0].check(["hello"]))
         store.clear()
         with pytest.raises(ModelError, match=r"rank 0 has ended, or said nothing, before the ranks had met: .*Connection was likely closed"):
@@ -187,6 +187,51 @@ def test_rank_0_s_pulse_is_its_process_s() -> None:
             process.kill()
     pulse.join(30)
     assert not pulse.is_alive()
+
+
+ENDING = """
+import atexit, time
+atexit.register(lambda: print([each.is_alive() for each in own]))  # after all handlers that come later
+from backend.follower import reach_store
+from backend.group import open_store
+from backend.parallel import pulse
+pulse.PULSE_SECONDS = 0.0
+store = open_store("127.0.0.1", 0)
+own = [pulse.Pulse(reach_store("127.0.0.1", store.port, 2)) for _ in range(2)]
+for each in own:
+    each.start()
+time.sleep(0.1)
+own[0].stop()
+print([each.is_alive() for each in own])
+"""
+
+
+def test_pulses_are_over_before_python_ends() -> None:
+    """A call of the library that came back meanwhile ended the process by `terminate called without an active exception`."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "[False, True]\n[False, False]\n"), done.stderr
+
+
+def test_a_rank_0_that_vanishes_before_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library tells after the 120 s for which it waits for ranks."""
+    monkeypatch.setattr(follower, "MASTER_HANG_SECONDS", 0.5)
+    spec = {"rank": 1, "host": HOST, "ring": None, "config": {"model": str(SMALL_MODEL), "device": "cpu"}}
+    spec["config"]["parallel_config"] = {"tensor_parallel_size": 2}
+    reports = queue.Queue[dict]()
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(1) as pool:
+        try:
+            assert process.stdout is not None
+            spec["port"] = int(process.stdout.readline())
+            store = follower.reach_store(HOST, spec["port"], 2)
+            rank = pool.submit(follower.run_rank, spec, reports.put, lambda why: None)
+            await_true(lambda: store.check(["hello"]))
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(follower.MasterSilent, match=f"rank 0: {SILENT} for .* before the ranks had met"):
+                rank.result(30)
+            assert SILENT in reports.get(timeout=30)["error"]
+        finally:
+            process.kill()
+        await_true(lambda: not {"verdict", "pulse"} & {thread.name for thread in threading.enumerate()})
 
 
 def await_true(is_so) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 
@@ -237,6 +238,19 @@ def is_of_session(process: Path, session: int) -> bool:
     return int(own) == session and state != "Z"
 
 
+GPU_MEASUREMENTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("gpu_*.py"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+@pytest.mark.parametrize("name", GPU_MEASUREMENTS)
+def test_a_measurement_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with a traceback of PyCUDA's, torch's or a rank's."""
+    monkeypatch.setattr("sys.argv", [name])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert re.search(r"error: \d GPUs? needed, and torch .* sees 0", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("name", ["trees", "draft_tokens", "cpu_kernels", "grammar_libraries"])
 def test_a_measurement_of_a_model_that_is_none(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -246,3 +260,13 @@ def test_a_measurement_of_a_model_that_is_none(
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"benchmarks.{name}").main()
     assert re.search(rf"error: (argument )?--model: {tmp_path}", capsys.readouterr().err)
+
+
+def test_a_measurement_of_a_text_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import quantization
+
+    for words in (["--text", str(tmp_path / "none")], ["--model", str(ROOT / "tests/small_model")]):
+        monkeypatch.setattr("sys.argv", ["quantization", *words])
+        with pytest.raises(SystemExit, match="2"):
+            quantization.main()
+        assert re.search(r"none: No such file|--model and --text go together", capsys.readouterr().err)

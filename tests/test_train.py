@@ -11,6 +11,7 @@ import lzma
 import os
 import shutil
 import signal
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from backend.engine import Engine
 from backend.models.shards import held
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
-from training import command, trainer
+from training import command, plot_loss, trainer
 from training.data import Reader, cut_prompts
 from training.drafters.layers import attend_unrolled
 from training.run import Run
@@ -321,6 +322,28 @@ def test_a_process_that_is_stopped_before_it_trains_ends_at_once(tmp_path: Path,
         for number, handler in before.items():
             signal.signal(number, handler)
     assert heard == [signal.SIG_DFL]
+
+
+def test_a_curve_without_what_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"training\.plot_loss: .* pip install matplotlib$"):
+        plot_loss.main()
+
+
+def test_what_killed_runs_met_by_is_removed(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of each was left in the folder of the drafter."""
+    (out := tmp_path / "out").mkdir()
+    left = [out / f".meeting-{number}" for number in (2**22, 2**22 + 1)]
+    for path in left:
+        path.touch()
+
+    def start(*_: Any, **__: Any) -> None:
+        assert not any(path.exists() for path in left)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(multiprocessing, "start_processes", start)
+    assert main(flags(folder, text, out, processes=2)) == 130
+    assert not list(out.glob(".meeting-*"))
 
 
 def test_a_process_that_is_killed_after_it_was_stopped_is_said(

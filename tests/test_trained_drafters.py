@@ -3,6 +3,7 @@ disagree on a tap or a norm, nothing but the acceptance says so."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from backend import LLM
 from backend.drafter_checks import check_drafter_folder
 from backend.drafters.block import BlockDrafter
 from backend.model_checks import check_model
+from backend.models.rope import frequencies
 from backend.models.rope_spec import read_rope
 from backend.models.values import Values
 from backend.sampling_params import SamplingParams
 from tests.drafting import check_drafts, serve
-from tests.families import Case, make_model, rope
+from tests.families import CONTEXT, Case, make_model, rope
 from tests.test_families import LAYER_TYPES, LONG, NESTED, SHORT
 from tests.test_mixtures import GLM
 from training import command
@@ -139,13 +141,16 @@ OLDER = {"rope_theta": 1000.0, "rope_scaling": {"type": "su", "short_factor": SH
     ids=lambda own: str(own) if isinstance(own, Case) else "",
 )
 def test_a_drafters_heads_turn_as_the_targets(case: Case, values: dict[str, Any], tmp_path: Path) -> None:
-    """Whatever its file calls it, and wherever it has it: the drafter's file says the same."""
+    """Whatever its file calls it, and wherever it has it: the drafter's file says the same; of LongRoPE's factors those that it is trained with,
+    for a server of short contexts has its target by the others."""
     make_model(case, tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | values
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "rope_parameters" or "rope_scaling" not in values}))
     own, size, _ = check_model(tmp_path).layers[0].attention.turning
-    assert read_rope(Values(Target(tmp_path, torch.float32, CPU).drafter_config(), "config.json"), size) == own
+    found = read_rope(Values(Target(tmp_path, torch.float32, CPU).drafter_config(), "config.json"), size)
+    assert found == dataclasses.replace(own, short_factor=own.long_factor)
+    assert frequencies(found, 8)[0].equal(frequencies(own, CONTEXT)[0]) and frequencies(found, CONTEXT)[0].equal(frequencies(own, CONTEXT)[0])
 
 
 # -- trained until they are accepted --------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from backend.models import shards
 from backend.models.eagle import Eagle
 from backend.models.mtp import Mtp
 from backend.models.quantized_config import read_checkpoint_quantization
-from backend.models.shards import held
+from backend.models.shards import held, new_folder
 from backend.models.writing import _describe, _shorten
 from backend.quantization_config import QuantizationConfig, read_quantization
 from deploy.cli import main
@@ -174,6 +176,20 @@ def test_what_it_says_of_keys_and_values_is_kept(is_modelopt: bool, tmp_path: Pa
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
     found = read_checkpoint_quantization(read_config(tmp_path / "out"), tmp_path / "out")
     assert found is not None and found.has_weights and found.cache == "fp8"
+
+
+def test_what_a_process_that_was_killed_has_left(tmp_path: Path) -> None:
+    """The next one called it no empty folder."""
+    if (child := os.fork()) == 0:
+        with new_folder(tmp_path / "out") as part:
+            (part / "model.safetensors").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    with new_folder(tmp_path / "out") as part:
+        assert not any(part.iterdir())
+        (part / "config.json").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
 def test_who_else_may_read_it_and_write_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

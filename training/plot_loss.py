@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 
 
 def main() -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        sys.exit(f"training.plot_loss: {error}: pip install matplotlib")
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "foretoken"
     from matplotlib import pyplot

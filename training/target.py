@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,9 @@ class Target:
         rope, _, _ = part.turning
         if rope.dim < size or not isinstance(part, AttentionSpec):
             rope = RopeSpec(size, rope.theta)  # a drafter's layer turns whole heads
+        elif rope.kind == "longrope":  # which factors a server's target has depends on its context; the drafter keeps those that it is trained with
+            own = rope.long_factor if self.max_model_len > rope.original_len else rope.short_factor
+            rope = replace(rope, short_factor=own, long_factor=own)
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,

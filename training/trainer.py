@@ -44,7 +44,8 @@ def train(run: Run, ids: torch.Tensor) -> bool:
         return _train(0, run, ids)
     context, told_to_end = None, False
     shared, meeting = ids.share_memory_(), run.out / f".meeting-{os.getpid()}"
-    meeting.unlink(missing_ok=True)
+    for left in run.out.glob(".meeting-*"):  # of runs that were killed: the folder is this one's alone
+        left.unlink(missing_ok=True)
 
     def forward(number: int) -> None:
         nonlocal told_to_end

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,24 @@ from backend.core import Delta, TokenLogprobs
 MAX_KEPT = 2048
 """Tensors of a kind, some 200 bytes of shared memory each."""
 MAX_KEPT_CHARACTERS = 24
+
+
+class _Top(Sequence[tuple[int, float]]):
+    """The likeliest tokens of one place, as long as an answer is not sent: 20 of them are 0.4 KB here, and 2.3 KB as pairs."""
+
+    __slots__ = ("_ids", "_values")
+
+    def __init__(self, top: Sequence[tuple[int, float]]) -> None:
+        self._ids, self._values = array("q", [token_id for token_id, _ in top]), array("d", [value for _, value in top])
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(zip(self._ids, self._values))[place]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self._ids, self._values)
 
 
 @dataclass(slots=True)
@@ -37,7 +56,7 @@ class Answer:
         mine.token_ids = mine.token_ids + delta.token_ids
         mine.sources = mine.sources + delta.sources
         if delta.logprobs is not None:
-            mine.logprobs = (mine.logprobs or []) + delta.logprobs
+            mine.logprobs = (mine.logprobs or []) + [TokenLogprobs(p.token_id, p.logprob, _Top(p.top)) for p in delta.logprobs]
         if delta.prompt_text is not None:
             mine.prompt_text, mine.prompt_token_ids = delta.prompt_text, delta.prompt_token_ids
         mine.finish_reason, mine.stats = delta.finish_reason, delta.stats

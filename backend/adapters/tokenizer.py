@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_template_variables, read_text, read_tools
+from backend.adapters.request_io import MAX_UTF8_BYTES, check_parameters, read_id, read_template_variables, read_text, read_tools
 from backend.adapters.stub import (
     check_interpreter,
     error_code,
@@ -70,6 +70,7 @@ class TritonPythonModel:
         name = ""
         try:
             name = read_id(request)
+            check_parameters(request)
             values = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
             beside = {key: values.pop(key) for key in BESIDE_MESSAGES if key in values}
             if len(values) != 1:

@@ -17,6 +17,7 @@ from backend.disaggregation.node import Node
 from backend.disaggregation.records import Job, probs_to_pages
 from backend.disaggregation.telling import Telling
 from backend.engine import Engine
+from backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,9 @@ class HeldJobs:
         if own.end:
             return
         why = f"{type(delta.error).__name__}: {delta.error}" if delta.error is not None else f"it ended with {delta.finish_reason}"
-        self.results["failed"] += 1
-        self._telling.tell_failed(own.job.sender, job_id, "failed", why)
+        reason = "refused" if isinstance(delta.error, RequestError) else "failed"
+        self.results[reason] += 1
+        self._telling.tell_failed(own.job.sender, job_id, reason, why)
         self._release(job_id)
 
     def _release(self, job_id: str) -> None:

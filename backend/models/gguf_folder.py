@@ -42,16 +42,16 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
     check_new(out)
     own = _plan(GgufFile(path))
     weights, config = own.weights, own.config
-    with new_folder(out):
-        with ShardWriter(out) as writer:
+    with new_folder(out) as part:
+        with ShardWriter(part) as writer:
             for name, shape in tqdm(own.wanted.items(), desc=f"Converting {path.name}", unit="tensor", disable=None):  # on terminals alone
                 numbers, kind = weights.read(name, shape)
                 kept = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
                 writer.add({name: numbers.to(kept)})
-        _write(out / "generation_config.json", own.generation)
-        (out / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
-        _write(out / "tokenizer_config.json", own.settings)
-        _write(out / "config.json", {"dtype": own.dtype if dtype == "auto" else dtype} | config)  # last: what is ended before is no model
+        _write(part / "generation_config.json", own.generation)
+        (part / "tokenizer.json").write_text(json.dumps(own.tokenizer, ensure_ascii=False), "utf-8")
+        _write(part / "tokenizer_config.json", own.settings)
+        _write(part / "config.json", {"dtype": own.dtype if dtype == "auto" else dtype} | config)
 
 
 def read_file(path: Path) -> tuple[GgufFile, dict[str, Any], DecoderSpec]:

@@ -22,18 +22,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_SHARD_BYTES = 4 * 2**30
+PART_FOLDER = ".part"
+"""In a new folder, what is written of it: a process that is killed leaves this alone."""
 
 
 @contextlib.contextmanager
-def new_folder(out: Path) -> Iterator[None]:
-    """Makes a folder for what is written within, and leaves none of it where that fails. Raises ConfigError as `check_new` does."""
+def new_folder(out: Path) -> Iterator[Path]:
+    """Makes a folder, and yields the one to write to, the content of which becomes its own at the end; leaves nothing of it where that fails. What a
+    process that was killed has left is removed. Raises ConfigError as `check_new` does."""
     check_new(out)
     is_made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     with held(out):
         check_new(out)  # of two at once the other one may have ended meanwhile
+        shutil.rmtree(part := out / PART_FOLDER, ignore_errors=True)
         try:
-            yield
+            part.mkdir()
+            yield part
+            for path in sorted(part.iterdir(), key=lambda path: path.name == "config.json"):  # last: what is ended before is no model
+                path.rename(out / path.name)
+            part.rmdir()
         except BaseException:
             for path in out.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -72,7 +80,7 @@ def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def check_new(out: Path) -> None:
     """Raises ConfigError for a folder that has something in it."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(path.name != PART_FOLDER for path in out.iterdir())):
         raise ConfigError(f"{out} is there already, and no empty folder")
 
 

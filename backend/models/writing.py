@@ -71,16 +71,15 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
     schemes = _find_schemes(config, directory, quantization)
     if not schemes:
         raise ConfigError(f"quantization {quantization.names} rounds no weight of {directory}")
-    with new_folder(out):
+    with new_folder(out) as part:
         for path in _find_files(directory):
-            # config.json comes last: what is ended before is no model.
-            copy = out / path.relative_to(directory)
+            copy = part / path.relative_to(directory)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
-        plain = _write_weights(find_weights(directory), out, schemes)
+        plain = _write_weights(find_weights(directory), part, schemes)
         described = _describe(schemes, plain) | ({"kv_cache_scheme": CACHE} if found is not None and found.cache == FP8 else {})
         own = {key: value for key, value in read_json(directory / "config.json").items() if key not in QUANTIZATION_KEYS}
-        (out / "config.json").write_text(f"{json.dumps(own | {QUANTIZATION_KEYS[0]: described}, indent=2)}\n", "utf-8")
+        (part / "config.json").write_text(f"{json.dumps(own | {QUANTIZATION_KEYS[0]: described}, indent=2)}\n", "utf-8")
 
 
 def _find_files(directory: Path) -> list[Path]:

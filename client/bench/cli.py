@@ -30,6 +30,8 @@ from client.messages import DEFAULT_GRPC_URL
 DEFAULT_OPENAI_URL = "http://127.0.0.1:8080"
 DEFAULT_ENDPOINT = "/v1/completions"
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
+MAX_REQUESTS = 10**6
+"""Prompts are made before the first one is sent."""
 SETTLE_SECONDS = 0.5
 """The server publishes its counters ten times a second."""
 
@@ -69,9 +71,12 @@ def _count_from_zero(text: str) -> int:
 
 def _whole(text: str) -> int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r:.80}") from None
+    if value > MAX_REQUESTS:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_REQUESTS}, got {text!r:.80}")
+    return value
 
 
 def _length(text: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ def one_of(*values: Any) -> Callable[[Any], bool]:
 NO_OPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     # of OpenAI's
     "suffix": (one_of(""), "''"),
-    "service_tier": (one_of("auto", "default"), "'auto' or 'default'"),
+    "service_tier": (one_of("auto", "default", "flex", "scale", "priority"), "'auto', 'default', 'flex', 'scale' or 'priority'"),
     "parallel_tool_calls": (ANY, "anything"),
     "tools": (one_of([]), "[]"),
     "tool_choice": (one_of("none", "auto"), "'none' or 'auto'"),

@@ -187,6 +187,8 @@ class ChatRequest(Templated, GenerateRequest):
     """Accepted: the template writes them."""
     truncation: Literal["auto", "disabled"] | None = None
     """As /v1/responses has it: whether the oldest messages may be dropped."""
+    echo: bool = False
+    """vLLM's: whether the answer begins with a last message that is the assistant's. Accepted where there is none."""
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -199,6 +201,8 @@ class ChatRequest(Templated, GenerateRequest):
             self.check_prompt_is_whole("truncation")
         if self.truncation is not None and self.messages is None:
             raise ValueError("truncation needs messages: truncate_prompt_tokens shortens a text")
+        if self.echo and (self.messages is None or self.messages[-1].role == "assistant"):
+            raise ValueError("echo: it may be left out, or false, where the prompt ends with what the answer goes on from")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError(f"tool_choice is {self.tool_choice!r:.100}, and there are no tools")
         return self
