@@ -61,6 +61,8 @@ class Part:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """OpenAI's deltas: index, with id, type and name at a call's beginning, and more of its arguments."""
+    places: list[int] = field(default_factory=list)
+    """For each of `calls` how many characters of `content` stand before it."""
 
 
 class _Json:
@@ -304,6 +306,7 @@ class AnswerParser:
         own = next((call for call in part.calls if call["index"] == self.num_calls), None)
         if own is None:
             part.calls.append({"index": self.num_calls, **delta})
+            part.places.append(len(part.content))
         else:
             own["function"]["arguments"] += delta["function"]["arguments"]
 
