@@ -414,6 +414,26 @@ def test_what_is_no_call_is_text(text):
         assert parse(in_pieces(text, most, random.Random(2))) == (text, "", [])
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<think>\nso\n</think>\n\n\n<response>\nyes\n</response>\n", "yes"),
+        ("<think>\nso\n</think>\n<response>yes\n", "yes\n"),
+        ("<think>\nso\n</think>\nyes <response>\n</response>", "yes <response>\n</response>"),
+        ("<response><a>1</a></response>\n", "<response><a>1</a></response>\n"),
+        ("Here: <response>\n1\n</response>", "Here: <response>\n1\n</response>"),
+    ],
+)
+def test_what_ernie_writes_around_what_it_says(text, content):
+    """Behind thoughts alone: elsewhere it is as likely to be XML that was asked for."""
+    rng = random.Random(9)
+    for most in (1, 3, 1000):
+        assert parse(in_pieces(text, most, rng)) == (content, "so\n" if "think" in text else "", [])
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+    for most in (1, 3, 1000):
+        assert parse(in_pieces(f"<think>so</think>\n<response>\nok\n</response>\n{call}", most, rng)) == ("ok", "so", [("f", "{}")])
+
+
 def test_what_was_thought_is_told_apart():
     assert parse(["<think>\nhm, </th", "ink or not\n</think>\n\nyes"], has_tools=False) == ("yes", "hm, </think or not\n", [])
     assert parse(["<think>never done"], has_tools=False) == ("", "never done", [])

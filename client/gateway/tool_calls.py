@@ -20,8 +20,8 @@ _FUNCTION = "<function="
 _MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", *_DEEPSEEK)
 _LEADS = (*_MARKS, _FUNCTION)
 _THINK, _THOUGHT = "<think>", "</think>"
-_WRAPS = ("<response>", "</response>")
-"""Around ERNIE's answers."""
+_RESPONSE, _RESPONSE_ENDS = "<response>", ("\n</response>", "</response>")
+"""Around what ERNIE says, behind its thoughts."""
 _HEAD = re.compile(
     r'\s*(?:[\[,;]\s*)*(?:\{\s*"name"\s*:\s*"(?P<quoted>[A-Za-z0-9_.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
     r"|(?P<plain>[A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s*"
@@ -126,6 +126,7 @@ class AnswerParser:
         self._skips_breaks = False
         self._is_thought = False
         """What was thought is over."""
+        self._is_wrapped = False
         self.num_calls = 0
 
     @property
@@ -163,6 +164,12 @@ class AnswerParser:
             return True
         elif not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
             return False
+        if self._is_thought and self._has_tools and not self._is_wrapped:
+            if bare.startswith(_RESPONSE):
+                self._held, self._is_wrapped, self._skips_breaks = bare[len(_RESPONSE) :], True, True
+                return True
+            if not is_last and _RESPONSE.startswith(bare):
+                return False
         if self._begins_thinking and not self._is_thought:
             self._state, self._skips_breaks = "thinking", True
         elif self._has_tools and bare.startswith("{"):  # Llama's calls are bare
@@ -191,7 +198,8 @@ class AnswerParser:
             part.content += self._held
             self._held = ""
             return False
-        found = [(place, mark) for mark in (*_LEADS, *_WRAPS) if (place := self._held.find(mark)) >= 0]
+        marks = (*_LEADS, *_RESPONSE_ENDS) if self._is_wrapped else _LEADS
+        found = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
         if found:
             place, mark = min(found)
             part.content += self._held[:place]
@@ -199,8 +207,10 @@ class AnswerParser:
             if mark in _LEADS:
                 self._held = (mark if mark == _FUNCTION else "") + self._held
                 self._lead, self._state = mark, "head"
+            else:
+                self._is_wrapped, self._skips_breaks = False, True
             return True
-        keep = 0 if is_last else pending(self._held, (*_LEADS, *_WRAPS))
+        keep = 0 if is_last else pending(self._held, marks)
         part.content += self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return False
