@@ -22,12 +22,14 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 class Unclosed:
     """What ends a value whose closing mark a model has left out, as vLLM and SGLang read it. The line break before belongs to the value's marks."""
 
-    key: str
-    """Before the next key, with place for it: of one that the schema has, and the call not yet."""
-    end: str
-    """Behind the last value."""
+    ends: re.Pattern[str]
+    """What ends one, its own mark or not. key: the next one, which counts if the schema has it, and the call not yet."""
+    before_key: str
+    """What of this goes before such a key."""
+    behind_last: str
+    """And what stands behind the last value."""
     num_whole: int
-    """So many characters of `end` are enough at the answer's end."""
+    """So many characters of `behind_last` are enough at the answer's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,12 @@ QWEN = Notation(
     ("<parameter=", "</function>", "</tool_call>"),
     True,
     frozenset({"string"}),
-    Unclosed("\n<parameter={}>", "\n</function>\n</tool_call>", len("\n</function>")),
+    Unclosed(
+        re.compile(rf"</parameter>|\n(?=</function>\n</tool_call>|<parameter=(?P<key>[^<>\n]{{1,{MAX_KEY}}})>)"),
+        "\n<parameter=",
+        "\n</function>\n</tool_call>",
+        len("\n</function>"),
+    ),
 )
 
 
@@ -77,8 +84,10 @@ class KeyedArguments:
         self._in_value = self._has_begun = False
         """Of the value that is being read."""
         self._keys: set[str] = set()
-        self._unclosed: tuple[str, ...] = ()
-        """Marks that end the value beside its own."""
+        properties = self._schema.get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._num_searched = 0
+        """Characters of what is held that have none."""
         self.is_done = False
 
     def read(self, held: str, is_last: bool) -> tuple[str, str]:
@@ -93,7 +102,7 @@ class KeyedArguments:
             elif match := self._notation.key.match(held):
                 found += (", " if self._keys else "{") + json.dumps(match[1], ensure_ascii=False) + ": "
                 self._keys.add(match[1])
-                self._kinds, self._unclosed = self._kinds_of_key(match[1]), self._marks_of_unclosed()
+                self._kinds, self._num_searched = self._kinds_of_key(match[1]), 0
                 self._in_value, self._has_begun, held = True, False, held[match.end() :]
             elif match := self._notation.end.match(held):
                 found += "}" if self._keys else "{}"
@@ -114,9 +123,13 @@ class KeyedArguments:
         own, (place, length) = self._notation, self._find_end(held, is_last)
         is_text, is_whole = self._kinds == {"string"}, place >= 0
         if not is_whole and not is_text:
+            self._num_searched = max(0, len(held) - 2 * MAX_KEY)
             return "", held, False
         if not is_whole:
-            place, length = len(held) - pending(held, (("\n" if own.has_breaks else "") + own.close, own.close, *self._unclosed)), 0
+            place, length = len(held) - pending(held, (("\n" if own.has_breaks else "") + own.close, own.close)), 0
+            last = held.rfind("\n")
+            for begin in (last, held.rfind("\n", 0, max(last, 0))):  # the other marks begin with a line break, and have one more at most
+                place = begin if 0 <= begin < place and self._may_end(held[begin:]) else place
             if own.has_breaks and not self._has_begun and not place:
                 return "", held, False
         text, held = held[:place], held[place + length :]
@@ -132,26 +145,28 @@ class KeyedArguments:
 
     def _find_end(self, held: str, is_last: bool) -> tuple[int, int]:
         """Where a value ends, and how long the mark is that belongs to it; -1: not yet."""
-        own, place = self._notation, held.find(self._notation.close)
-        others = [found for mark in self._unclosed if (found := held.find(mark)) >= 0]
-        if others and not 0 <= place < min(others):
-            return min(others), 1
-        if place < 0 and is_last and own.unclosed is not None:
-            count = pending(held, (own.unclosed.end,))
-            if count >= own.unclosed.num_whole:
-                return len(held) - count, 1
-        return place, len(own.close)
+        close, unclosed = self._notation.close, self._notation.unclosed
+        if unclosed is None:
+            return held.find(close, self._num_searched), len(close)
+        for match in unclosed.ends.finditer(held, self._num_searched):
+            if match["key"] is None or (match["key"] in self._properties and match["key"] not in self._keys):
+                return match.start(), len(match[0])
+        if is_last and (count := pending(held, (unclosed.behind_last,))) >= unclosed.num_whole:
+            return len(held) - count, 1
+        return -1, 0
 
-    def _marks_of_unclosed(self) -> tuple[str, ...]:
-        own, properties = self._notation.unclosed, self._schema.get("properties")
+    def _may_end(self, tail: str) -> bool:
+        """Whether the end of what is held may become what ends a value that is not closed."""
+        own = self._notation.unclosed
         if own is None:
-            return ()
-        keys = properties if isinstance(properties, Mapping) else ()
-        return (own.end, *(own.key.format(key) for key in keys if key not in self._keys))
+            return False
+        if own.behind_last.startswith(tail) or own.before_key.startswith(tail):
+            return True
+        key = tail.removeprefix(own.before_key)
+        return key != tail and any(other.startswith(key) for other in self._properties if other not in self._keys)
 
     def _kinds_of_key(self, key: str) -> frozenset[str] | None:
-        properties = self._schema.get("properties")
-        own = properties.get(key) if isinstance(properties, Mapping) else None
+        own = self._properties.get(key)
         found = None if own is None else kinds_of(own, self._schema)
         return self._notation.unknown if found is None else found
 
