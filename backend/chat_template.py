@@ -155,6 +155,8 @@ class ChatTemplate:
         self.source = source
         self.variables = tuple(name for name in find_variables(syntax) if not name.endswith("_token"))
         """What it reads that is given to it, special tokens apart."""
+        self.takes_tools = reads(syntax, "tools")
+        """It reads them as a variable: Phi-4-mini's has them as a key of the system's message, which no request brings."""
         self._process = LimitedProcess("backend.chat_template", {"source": source}, RENDER_SECONDS)
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], max_characters: int) -> str:
@@ -196,6 +198,17 @@ def find_variables(syntax: jinja2.nodes.Template) -> list[str]:
         # `{% set x = x | default(1) %}` reads first; all else comes in the order of its parts.
         left += parts if isinstance(node, jinja2.nodes.Assign) else reversed(parts)
     return list(found)
+
+
+def reads(syntax: jinja2.nodes.Template, name: str) -> bool:
+    """Whether a template reads a variable, be it one that it may have set itself, as Llama 3.1's sets `tools`."""
+    left: list[jinja2.nodes.Node] = [syntax]
+    while left:
+        node = left.pop()
+        if isinstance(node, jinja2.nodes.Name) and node.name == name and node.ctx == "load":
+            return True
+        left += node.iter_child_nodes()
+    return False
 
 
 def _name_reasoning(message: Any) -> Any:

@@ -147,8 +147,8 @@ class Tokenizer:
 
     @property
     def tool_template(self) -> str | None:
-        """The one that chats with tools are written by."""
-        return self._tool_template.source if self._tool_template is not None else None
+        """The one that chats with tools are written by; None where it takes none."""
+        return self._tool_template.source if self._tool_template is not None and self._tool_template.takes_tools else None
 
     @functools.cached_property
     def _special_tokens(self) -> dict[int, bytes]:

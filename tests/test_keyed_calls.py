@@ -129,6 +129,8 @@ def _feed(format: ToolFormat, name: str, **arguments: str) -> Any:
         ("5", {"integer"}, "5"),
         ("5.0", {"integer"}, "5"),
         ("5.5", {"integer"}, '"5.5"'),
+        ("null", {"integer"}, "null"),
+        ("null", {"string"}, '"null"'),
         ("7", {"number"}, "7"),
         ("True", {"boolean"}, "true"),
         ("FALSE", {"boolean"}, "false"),
@@ -170,6 +172,31 @@ def test_a_call_that_breaks_off(text, content):
     for most in (1, 4, 1000):
         found, _, ((name, arguments),) = parse(in_pieces(text, most, random.Random(2)), tools=TOOLS)
         assert (found.lstrip(), name, json.loads(arguments)) == (content, "look", {"days": 3})
+
+
+@pytest.mark.parametrize("end", ["\n</function>\n</tool_call>", "\n</function>", "\n</function>\n</tool"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        "<parameter=city>\na\n</function> b\n<parameter=days>\n3",
+        "<parameter=days>\n3\n<parameter=city>\na\n</function> b",
+        "<parameter=city>\na\n</function> b\n</parameter>\n<parameter=days>\n3",
+    ],
+    ids=["all", "the other way", "the last"],
+)
+def test_qwen_leaves_closing_marks_out(values, end):
+    """As vLLM and SGLang read it: a value ends where the function's next parameter begins, or the call ends."""
+    text = f"<tool_call>\n<function=look>\n{values}{end}"
+    for most in (1, 4, 1000):
+        content, _, ((name, arguments),) = parse(in_pieces(text, most, random.Random(2)), tools=TOOLS)
+        assert (content, name, json.loads(arguments)) == ("", "look", {"city": "a\n</function> b", "days": 3})
+
+
+def test_an_unclosed_value_that_is_empty():
+    text = "<tool_call>\n<function=look>\n<parameter=note>\n<parameter=city>\n<parameter=city>\n<parameter=unknown>\n</function>\n</tool_call>"
+    for most in (1, 4, 1000):
+        ((_, arguments),) = parse(in_pieces(text, most, random.Random(2)), tools=TOOLS)[2]
+        assert json.loads(arguments) == {"note": "", "city": "<parameter=city>\n<parameter=unknown>"}
 
 
 def test_llamas_objects_behind_a_functions_mark():

@@ -10,6 +10,7 @@ import openai
 import pydantic
 import pytest
 
+from client.gateway.forms import ResponseForm
 from client.gateway.metrics import Metrics
 from client.gateway.response_answer import ResponsesAnswer
 from client.gateway.response_items import Output
@@ -240,13 +241,17 @@ def test_calls_and_what_they_brought(api, choice):
     assert after.usage.input_tokens == chat.usage.prompt_tokens and after.output_text == chat.choices[0].message.content
 
 
+_TEXTS = ("so ", '<tool_call>{"name": "get_time", "arguments": {}}', "</tool_call>\n<tool_call>{")
+
+
+@pytest.mark.parametrize("texts", [_TEXTS, ["".join(_TEXTS)]], ids=["in steps", "in one step"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_behind_a_call_is_an_item_behind_it(stream):
+def test_text_behind_a_call_is_an_item_behind_it(stream, texts):
     """Whether the answer is streamed or not: such as a call's beginning, which max_output_tokens cut."""
 
     class Servers:
         async def stream(self, request_id, parameters):
-            for text in ("so ", '<tool_call>{"name": "get_time", "arguments": {}}', "</tool_call>\n<tool_call>{"):
+            for text in texts:
                 yield Chunk(text, [0], ["target"])
             yield Chunk('"name', [0], ["target"], "length", usage={"prompt_tokens": 1, "completion_tokens": 4})
 
@@ -265,6 +270,21 @@ def test_text_behind_a_call_is_an_item_behind_it(stream):
     found = [(item["type"], item["status"], item["arguments"] if "arguments" in item else item["content"][0]["text"]) for item in output]
     cut = '<tool_call>{"name'
     assert found == [("message", "completed", "so "), ("function_call", "completed", "{}"), ("message", "incomplete", cut)]
+
+
+def test_text_between_calls_of_one_piece():
+    """As steps of many tokens have it: items are in the order of the text however much of it a step brings."""
+    text = 'a<tool_call>{"name": "f", "arguments": {}}</tool_call> b <tool_call>{"arguments": {}, "name": "f"}</tool_call>c'
+    chat = ResponsesRequest(input="x", tools=[{"type": "function", "name": "f"}], include=["message.output_text.logprobs"], stream=True).as_chat()
+    for pieces in ([text], list(text), [text[:50], text[50:]]):
+        form, output = ResponseForm(chat), Output("r", lambda kind, **_: b"")
+        for place, piece in enumerate(pieces, 1):
+            entries = [{"token": c, "bytes": list(c.encode())} for c in piece]
+            output.add(form.write(0, Chunk(piece, finish_reason="stop" if place == len(pieces) else None, logprobs=[]), {}, True)["delta"], entries)
+        output.end("completed")
+        assert [(item.kind, item.text) for item in output.items[::2]] == [("message", "a"), ("message", "b "), ("message", "c")]
+        assert [item.kind for item in output.items[1::2]] == ["function_call"] * 2
+        assert ["".join(e["token"] for e in item.logprobs) for item in output.items[::2]] == ["a", "b ", "c"]
 
 
 def test_items_in_their_order():

@@ -421,6 +421,14 @@ def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
     assert with_template(tmp_path, "{{ tools }}").tool_template == "{{ tools }}"
 
 
+def test_tools_that_a_template_takes_as_a_variable_alone(tmp_path: Path) -> None:
+    """Phi-4-mini's reads them from the system's message, where no request has them: the model would not know what it may call."""
+    phi = "{% for message in messages %}{% if 'tools' in message %}<|tool|>{{ message['tools'] }}<|/tool|>{% endif %}{{ message.tools }}{% endfor %}"
+    llama = "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{% if tools is defined %}{{ tools }}{% endif %}"
+    assert with_template(tmp_path, phi).tool_template is None
+    assert with_template(tmp_path, llama).tool_template == llama
+
+
 def history(*calls: dict[str, Any], content: str | None = None) -> list[dict[str, Any]]:
     called = [{"id": "call_0123456789abcdef0", "type": "function", "function": call} for call in calls]
     output = {"role": "tool", "content": "5", "tool_call_id": "call_0123456789abcdef0"}

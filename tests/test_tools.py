@@ -348,6 +348,10 @@ def test_calls_that_have_ids():
         (f'{{"function": "f", "parameters": {ARGUMENTS}}}', "f"),
         (f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS}, "id": "aB, }}345"}}, {{"name": "g", "arguments": {ARGUMENTS}, "id": 5}}]', "fg"),
         (f'[TOOL_CALLS] [{{"id": "1", "name": "f", "arguments": {ARGUMENTS}}}, {{"id": "2", "name": "g", "arguments": {ARGUMENTS}}}]', "fg"),
+        (f'<tool_call>{{"name": "f", "arguments": {json.dumps(ARGUMENTS)}}}</tool_call>', "f"),
+        (f'{{"name": "f", "parameters": {json.dumps(ARGUMENTS)}}}', "f"),
+        (f"[TOOL_CALLS]f[ARGS] {ARGUMENTS}[TOOL_CALLS]g[ARGS]\n{ARGUMENTS}", "fg"),
+        (f"{_DEEPSEEK.begin}{_DEEPSEEK.before}f{_DEEPSEEK.between}\n{ARGUMENTS}\n{_DEEPSEEK.after}{_DEEPSEEK.end}", "f"),
     ],
 )
 def test_keys_of_calls_in_any_order(text, names):
@@ -363,7 +367,22 @@ def test_keys_of_calls_in_any_order(text, names):
 
 @pytest.mark.parametrize(
     "text",
-    ['{"type": "box", "size": [1, {"a": 2}]} and more', '{"arguments": {"a": 1}}', '{"id": 5, "name": "a b", "arguments": {}}', '{"type": "x", "cut',
+    [
+        '<tool_call>\n{"name": "f"}\n</tool_call>\n<tool_call>{"name": "f", "arguments": null}</tool_call>',
+        '[TOOL_CALLS] [{"name": "f"}, {"name": "f"}]',
+        '{"name": "f", "parameters": {}}; {"name": "f"}',
+    ],
+)
+def test_calls_without_arguments(text):
+    """Behind a mark of calls or a call, as SGLang reads them: an object with a name alone is an answer as likely."""
+    for most in (1, 3, 1000):
+        assert parse(in_pieces(text, most, random.Random(8))) == ("", "", [("f", "{}"), ("f", "{}")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"name": "f", "parameters": null}', '{"type": "box", "size": [1, {"a": 2}]} and more',
+     '{"arguments": {"a": 1}}', '{"id": 5, "name": "a b", "arguments": {}}', '{"type": "x", "cut',
      '<tool_call>{"arguments": {"a": 1}, "nam', '<tool_call> {"arguments": 1e400000, "name": 5}</x>', '{"id": ' + "[" * 70_000, '{"type": "\ud800"}'],
     ids=lambda text: text[:20],
 )  # fmt: skip
@@ -393,6 +412,26 @@ def test_an_answer_of_calls_that_is_cut(calls, end):
 def test_what_is_no_call_is_text(text):
     for most in (1, 3, 5000):
         assert parse(in_pieces(text, most, random.Random(2))) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<think>\nso\n</think>\n\n\n<response>\nyes\n</response>\n", "yes"),
+        ("<think>\nso\n</think>\n<response>yes\n", "yes\n"),
+        ("<think>\nso\n</think>\nyes <response>\n</response>", "yes <response>\n</response>"),
+        ("<response><a>1</a></response>\n", "<response><a>1</a></response>\n"),
+        ("Here: <response>\n1\n</response>", "Here: <response>\n1\n</response>"),
+    ],
+)
+def test_what_ernie_writes_around_what_it_says(text, content):
+    """Behind thoughts alone: elsewhere it is as likely to be XML that was asked for."""
+    rng = random.Random(9)
+    for most in (1, 3, 1000):
+        assert parse(in_pieces(text, most, rng)) == (content, "so\n" if "think" in text else "", [])
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+    for most in (1, 3, 1000):
+        assert parse(in_pieces(f"<think>so</think>\n<response>\nok\n</response>\n{call}", most, rng)) == ("ok", "so", [("f", "{}")])
 
 
 def test_what_was_thought_is_told_apart():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client.gateway.openai import ChatRequest, CompletionRequest
-from client.gateway.tool_calls import AnswerParser
+from client.gateway.tool_calls import AnswerParser, Part
 from client.messages import Chunk
 
 TokenBytes = Mapping[int, bytes]
@@ -157,10 +157,14 @@ class ChatForm(Form):
             content = None if calls and not part.content.strip() else part.content
             return {"message": {"role": "assistant", "content": content, "refusal": None, **own, **({"tool_calls": calls} if calls else {})}}
         if part.calls:
-            own["tool_calls"] = part.calls
+            own["tool_calls"] = self._calls(part)
         if part.content or not (own or self._may_call):
             own["content"] = part.content
         return {"delta": {"role": "assistant", "content": None if self._may_call else "", **own} if is_first else own}
+
+    def _calls(self, part: Part) -> list[dict[str, Any]]:
+        """What a piece of a stream adds to calls."""
+        return part.calls
 
     def _finish_reason(self, index: int, chunk: Chunk) -> str | None:
         return "tool_calls" if chunk.finish_reason == "stop" and self._parsers[index].has_calls else chunk.finish_reason
@@ -173,3 +177,10 @@ class ChatForm(Form):
             {**entry(e["id"], e["logprob"]), "top_logprobs": [entry(top["id"], top["logprob"]) for top in e["top"]]} for e in chunk.logprobs or ()
         ]
         return {"content": content, "refusal": None}
+
+
+class ResponseForm(ChatForm):
+    """Of /v1/responses, piece by piece: each piece of a call says how many characters of the piece's text stand before it (`place`)."""
+
+    def _calls(self, part: Part) -> list[dict[str, Any]]:
+        return [{**call, "place": place} for call, place in zip(part.calls, part.places)]

@@ -19,6 +19,20 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 
 
 @dataclass(frozen=True, slots=True)
+class Unclosed:
+    """What ends a value whose closing mark a model has left out, as vLLM and SGLang read it. The line break before belongs to the value's marks."""
+
+    ends: re.Pattern[str]
+    """What ends one, its own mark or not. key: the next one, which counts if the schema has it, and the call not yet."""
+    before_key: str
+    """What of this goes before such a key."""
+    behind_last: str
+    """And what stands behind the last value."""
+    num_whole: int
+    """So many characters of `behind_last` are enough at the answer's end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Notation:
     key: re.Pattern[str]
     """Before a value, with its key."""
@@ -32,6 +46,8 @@ class Notation:
     """A line break on either side of a value belongs to the marks."""
     unknown: frozenset[str] | None
     """What a value is of which the schema says nothing; None: whatever it can be read as."""
+    unclosed: Unclosed | None = None
+    """None: nothing but `close` ends a value."""
 
 
 GLM = Notation(
@@ -49,6 +65,12 @@ QWEN = Notation(
     ("<parameter=", "</function>", "</tool_call>"),
     True,
     frozenset({"string"}),
+    Unclosed(
+        re.compile(rf"</parameter>|\n(?=</function>\n</tool_call>|<parameter=(?P<key>[^<>\n]{{1,{MAX_KEY}}})>)"),
+        "\n<parameter=",
+        "\n</function>\n</tool_call>",
+        len("\n</function>"),
+    ),
 )
 
 
@@ -61,7 +83,11 @@ class KeyedArguments:
         self._kinds: frozenset[str] | None = None
         self._in_value = self._has_begun = False
         """Of the value that is being read."""
-        self._count = 0
+        self._keys: set[str] = set()
+        properties = self._schema.get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._num_searched = 0
+        """Characters of what is held that have none."""
         self.is_done = False
 
     def read(self, held: str, is_last: bool) -> tuple[str, str]:
@@ -69,22 +95,22 @@ class KeyedArguments:
         found = ""
         while not self.is_done:
             if self._in_value:
-                piece, held, is_whole = self._read_value(held)
+                piece, held, is_whole = self._read_value(held, is_last)
                 found += piece
                 if not is_whole:
                     break
             elif match := self._notation.key.match(held):
-                found += ("{" if not self._count else ", ") + json.dumps(match[1], ensure_ascii=False) + ": "
-                self._count += 1
-                self._kinds = self._kinds_of_key(match[1])
+                found += (", " if self._keys else "{") + json.dumps(match[1], ensure_ascii=False) + ": "
+                self._keys.add(match[1])
+                self._kinds, self._num_searched = self._kinds_of_key(match[1]), 0
                 self._in_value, self._has_begun, held = True, False, held[match.end() :]
             elif match := self._notation.end.match(held):
-                found += "}" if self._count else "{}"
+                found += "}" if self._keys else "{}"
                 held, self.is_done = held[match.end() :], True
             elif self._goes_on(held.lstrip()):
                 break
             else:  # what it is nobody knows: the call ends before it
-                found += "}" if self._count else "{}"
+                found += "}" if self._keys else "{}"
                 self.is_done = True
         return found, "" if is_last and not self.is_done else held
 
@@ -92,33 +118,55 @@ class KeyedArguments:
         """Whether what is held may become a mark."""
         return len(rest) < MAX_KEY and any(mark.startswith(rest) or rest.startswith(mark) for mark in self._notation.marks)
 
-    def _read_value(self, held: str) -> tuple[str, str, bool]:
+    def _read_value(self, held: str, is_last: bool) -> tuple[str, str, bool]:
         """JSON of what is held of a value, what is left, and whether the value is whole."""
-        own, place = self._notation, held.find(self._notation.close)
-        is_text = self._kinds == {"string"}
-        if place < 0 and not is_text:
+        own, (place, length) = self._notation, self._find_end(held, is_last)
+        is_text, is_whole = self._kinds == {"string"}, place >= 0
+        if not is_whole and not is_text:
+            self._num_searched = max(0, len(held) - 2 * MAX_KEY)
             return "", held, False
-        if own.has_breaks and not self._has_begun and held[:1] in ("", "\n"):
-            if not held:
+        if not is_whole:
+            place, length = len(held) - pending(held, (("\n" if own.has_breaks else "") + own.close, own.close)), 0
+            last = held.rfind("\n")
+            for begin in (last, held.rfind("\n", 0, max(last, 0))):  # the other marks begin with a line break, and have one more at most
+                place = begin if 0 <= begin < place and self._may_end(held[begin:]) else place
+            if own.has_breaks and not self._has_begun and not place:
                 return "", held, False
-            held, place = held[1:], place - 1
-        if place < 0:
-            keep = pending(held, (("\n" if own.has_breaks else "") + own.close, own.close))
-            text, held = held[: len(held) - keep], held[len(held) - keep :]
-        else:
-            text, held = held[:place], held[place + len(own.close) :]
-            if own.has_breaks:
-                text = text.removesuffix("\n")
+        text, held = held[:place], held[place + length :]
+        if own.has_breaks:
+            text = text if self._has_begun else text.removeprefix("\n")
+            text = text.removesuffix("\n") if length == len(own.close) else text
         if not is_text:
             self._in_value = False
             return read_value(text, self._kinds), held, True
-        piece = ("" if self._has_begun else '"') + json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if place >= 0 else "")
-        self._has_begun, self._in_value = True, place < 0
-        return piece, held, place >= 0
+        piece = ("" if self._has_begun else '"') + json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if is_whole else "")
+        self._has_begun, self._in_value = True, not is_whole
+        return piece, held, is_whole
+
+    def _find_end(self, held: str, is_last: bool) -> tuple[int, int]:
+        """Where a value ends, and how long the mark is that belongs to it; -1: not yet."""
+        close, unclosed = self._notation.close, self._notation.unclosed
+        if unclosed is None:
+            return held.find(close, self._num_searched), len(close)
+        for match in unclosed.ends.finditer(held, self._num_searched):
+            if match["key"] is None or (match["key"] in self._properties and match["key"] not in self._keys):
+                return match.start(), len(match[0])
+        if is_last and (count := pending(held, (unclosed.behind_last,))) >= unclosed.num_whole:
+            return len(held) - count, 1
+        return -1, 0
+
+    def _may_end(self, tail: str) -> bool:
+        """Whether the end of what is held may become what ends a value that is not closed."""
+        own = self._notation.unclosed
+        if own is None:
+            return False
+        if own.behind_last.startswith(tail) or own.before_key.startswith(tail):
+            return True
+        key = tail.removeprefix(own.before_key)
+        return key != tail and any(other.startswith(key) for other in self._properties if other not in self._keys)
 
     def _kinds_of_key(self, key: str) -> frozenset[str] | None:
-        properties = self._schema.get("properties")
-        own = properties.get(key) if isinstance(properties, Mapping) else None
+        own = self._properties.get(key)
         found = None if own is None else kinds_of(own, self._schema)
         return self._notation.unknown if found is None else found
 
@@ -130,7 +178,8 @@ def read_value(text: str, kinds: frozenset[str] | None) -> str:
         try:
             value = read(bare)
             kind = _KINDS[type(value)]
-            if kinds is None or kind in kinds or (kind == "integer" and "number" in kinds):
+            # Of a value that cannot be a text null is what it says, as vLLM and SGLang read it: that it is given, and is nothing.
+            if kinds is None or kind in kinds or (kind == "integer" and "number" in kinds) or (value is None and "string" not in kinds):
                 return json.dumps(value, ensure_ascii=False, allow_nan=False)
             if kind == "number" and "integer" in kinds and value.is_integer():
                 return str(int(value))

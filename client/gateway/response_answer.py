@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from client.gateway.answers import Answer
+from client.gateway.forms import ResponseForm
 from client.gateway.metrics import Metrics
 from client.gateway.response_items import Output
 from client.gateway.responses import ResponsesRequest
@@ -21,8 +22,9 @@ class ResponsesAnswer(Answer):
     _closing = b""
 
     def __init__(self, upstream: Servers, metrics: Metrics, model: str, request_id: str, request: ResponsesRequest) -> None:
-        super().__init__(upstream, metrics, model, request_id, request.as_chat())
-        self._asked = request
+        chat = request.as_chat()
+        super().__init__(upstream, metrics, model, request_id, chat)
+        self._asked, self._form = request, ResponseForm(chat)
         self._names |= request.server_names()
         self._output = Output(request_id, self._event)
         self._number = 0

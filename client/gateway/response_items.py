@@ -92,20 +92,32 @@ class Output:
             data += self.items[-1].add(self._event, calls[0][1]["function"]["arguments"])
         if thought:
             data += self._go_to("reasoning") + self.items[-1].add(self._event, thought)
-        is_said = False
-        if text := self._blank + (message.get("content") or ""):
-            is_said = not text.isspace() or (self._is_open and self.items[-1].kind == "message")
-            self._blank = "" if is_said else text
-        if is_said:
-            own = _find(text, self._logprobs, has_end=bool(thought or new_calls)) if self._is_behind else self._logprobs
-            data += self._go_to("message") + self.items[-1].add(self._event, text, own)
-            self._logprobs, self._is_behind = [], False
-        elif thought or calls:
-            self._logprobs = list(logprobs)
-        for index, call in new_calls:
+        content = message.get("content") or ""
+        places = [*(call.get("place", len(content)) for _, call in new_calls), len(content)]
+        data += self._say(content[: places[0]], has_end=bool(thought or new_calls), own=logprobs if thought or calls else None)
+        for (index, call), begin, end in zip(new_calls, places, places[1:]):
             self._call, self._blank, self._is_behind = index, "", True
             data += self._open("function_call", call["function"]["name"], call["id"])
             data += self.items[-1].add(self._event, call["function"]["arguments"])
+            if begin < end:
+                self._logprobs = list(logprobs)
+                data += self._say(content[begin:end], has_end=end < len(content))
+        return data
+
+    def _say(self, text: str, has_end: bool, own: Sequence[dict[str, Any]] | None = None) -> bytes:
+        """The events of more text, unless there is none, or it is white space and may stand before a call.
+
+        has_end: a call follows, or a thought went before; own: of the text that is to come, those that may be so far; None: all that are held.
+        """
+        text = self._blank + text
+        is_said = bool(text) and (not text.isspace() or (self._is_open and self.items[-1].kind == "message"))
+        self._blank = "" if is_said else text
+        if not is_said:
+            self._logprobs = self._logprobs if own is None else list(own)
+            return b""
+        found = _find(text, self._logprobs, has_end) if self._is_behind else self._logprobs
+        data = self._go_to("message") + self.items[-1].add(self._event, text, found)
+        self._logprobs, self._is_behind = [], False
         return data
 
     def end(self, status: str) -> bytes:

@@ -20,22 +20,27 @@ _FUNCTION = "<function="
 _MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", *_DEEPSEEK)
 _LEADS = (*_MARKS, _FUNCTION)
 _THINK, _THOUGHT = "<think>", "</think>"
-_WRAPS = ("<response>", "</response>")
-"""Around ERNIE's answers."""
+_RESPONSE, _RESPONSE_ENDS = "<response>", ("\n</response>", "</response>")
+"""Around what ERNIE says, behind its thoughts."""
 _HEAD = re.compile(
     r'\s*(?:[\[,;]\s*)*(?:\{\s*"name"\s*:\s*"(?P<quoted>[A-Za-z0-9_.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-    r"|(?P<plain>[A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]"
+    r"|(?P<plain>[A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]\s*"
     r"|(?:<\uff5ctool\u2581call\u2581begin\uff5c>)?(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<deep>[A-Za-z0-9_.-]{1,64})"
-    r"(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n))(?=[{\[\"])"
+    r"(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n)\s*)(?=[{\[])"
 )
 """Before a call's arguments, behind its lead or behind the call before it."""
 _KEYED_HEAD = re.compile(
     rf"\s*(?:{_FUNCTION}(?P<qwen>[A-Za-z0-9_.-]{{1,64}})>\s*(?=(?P<json>\{{)|<parameter=|</function>)|(?P<glm>[A-Za-z0-9_.-]{{1,64}})\s*(?=(?P<key><arg_key>)|</tool_call>))"
 )
 """Before arguments that come key by key, or a call that has none; Llama writes an object behind the second mark, if asked to."""
-_OTHER_ORDER = re.compile(r'\s*(?:[\[,;]\s*)*(?=\{\s*(?:"(?:arguments|parameters|function)"\s*:|"type"\s*:\s*"function"|(?P<id>"id"\s*:)))')
-"""Before a call whose object does not begin with its name: Hermes 2 Pro's end with it, and Llama's may begin with a type. Many objects that are no
-calls have ids: behind a lead or a call alone one may be a call."""
+_OTHER_ORDER = re.compile(
+    r'\s*(?:[\[,;]\s*)*(?=\{\s*(?:"(?:arguments|parameters|function)"\s*:|"type"\s*:\s*"function"|'
+    r'"name"\s*:\s*"[A-Za-z0-9_.-]{1,64}"\s*,\s*"(?:arguments|parameters)"\s*:\s*"|'
+    r'(?P<led>"id"\s*:|"name"\s*:\s*"[A-Za-z0-9_.-]{1,64}"\s*(?:\}|,\s*"(?:arguments|parameters)"\s*:\s*null))))'
+)
+"""Before a call whose object is read whole: it does not begin with its name (Hermes 2 Pro's end with it, Llama's may begin with a type), its
+arguments are JSON within a text, or there are none. Many objects that are no calls have ids, or a name alone: one may be a call behind a lead or a
+call alone."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MORE_KEYS = re.compile(r',\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[^\s",{}\[\]]+)\s*(?=[,}])')
 """Behind a call's arguments: a key that nobody reads, such as an id."""
@@ -56,6 +61,8 @@ class Part:
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """OpenAI's deltas: index, with id, type and name at a call's beginning, and more of its arguments."""
+    places: list[int] = field(default_factory=list)
+    """For each of `calls` how many characters of `content` stand before it."""
 
 
 class _Json:
@@ -119,6 +126,7 @@ class AnswerParser:
         self._skips_breaks = False
         self._is_thought = False
         """What was thought is over."""
+        self._is_wrapped = False
         self.num_calls = 0
 
     @property
@@ -133,6 +141,11 @@ class AnswerParser:
         while getattr(self, f"_{self._state}")(part, is_last):
             pass
         return part
+
+    @property
+    def _is_led(self) -> bool:
+        """What comes is behind a lead or another call."""
+        return self._lead.startswith(_LEADS) or self.num_calls > 0
 
     def _skip_breaks(self) -> None:
         """Line breaks around what was thought belong to its marks."""
@@ -151,6 +164,12 @@ class AnswerParser:
             return True
         elif not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
             return False
+        if self._is_thought and self._has_tools and not self._is_wrapped:
+            if bare.startswith(_RESPONSE):
+                self._held, self._is_wrapped, self._skips_breaks = bare[len(_RESPONSE) :], True, True
+                return True
+            if not is_last and _RESPONSE.startswith(bare):
+                return False
         if self._begins_thinking and not self._is_thought:
             self._state, self._skips_breaks = "thinking", True
         elif self._has_tools and bare.startswith("{"):  # Llama's calls are bare
@@ -179,7 +198,8 @@ class AnswerParser:
             part.content += self._held
             self._held = ""
             return False
-        found = [(place, mark) for mark in (*_LEADS, *_WRAPS) if (place := self._held.find(mark)) >= 0]
+        marks = (*_LEADS, *_RESPONSE_ENDS) if self._is_wrapped else _LEADS
+        found = [(place, mark) for mark in marks if (place := self._held.find(mark)) >= 0]
         if found:
             place, mark = min(found)
             part.content += self._held[:place]
@@ -187,8 +207,10 @@ class AnswerParser:
             if mark in _LEADS:
                 self._held = (mark if mark == _FUNCTION else "") + self._held
                 self._lead, self._state = mark, "head"
+            else:
+                self._is_wrapped, self._skips_breaks = False, True
             return True
-        keep = 0 if is_last else pending(self._held, (*_LEADS, *_WRAPS))
+        keep = 0 if is_last else pending(self._held, marks)
         part.content += self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return False
@@ -202,7 +224,7 @@ class AnswerParser:
             if (rest := self._held.lstrip("[,; \n")).startswith(_MARKS):  # two marks in a row
                 self._held, self._state = rest, "text"
                 return True
-            if match is None and (before := _OTHER_ORDER.match(self._held)) and (self._lead or self.num_calls or not before["id"]):
+            if match is None and (before := _OTHER_ORDER.match(self._held)) and (self._is_led or not before["led"]):
                 self._lead += before[0]
                 self._held, self._state, self._arguments, self._num_read = self._held[before.end() :], "object", _Json(), 0
                 return True
@@ -243,7 +265,7 @@ class AnswerParser:
         if not self._arguments.is_done:
             is_cut = is_last or self._num_read >= MAX_OBJECT
             return self._take_for_text(part) if is_cut else False
-        call = _read_call(self._held[: self._num_read])
+        call = _read_call(self._held[: self._num_read], self._is_led)
         if call is None or (self._allowed is not None and call[0] not in self._allowed):
             return self._take_for_text(part)
         self._held, self._state = self._held[self._num_read :], "tail"
@@ -294,12 +316,16 @@ class AnswerParser:
         own = next((call for call in part.calls if call["index"] == self.num_calls), None)
         if own is None:
             part.calls.append({"index": self.num_calls, **delta})
+            part.places.append(len(part.content))
         else:
             own["function"]["arguments"] += delta["function"]["arguments"]
 
 
-def _read_call(text: str) -> tuple[str, str] | None:
-    """The name and the arguments of a call that is an object, in whatever order; None: it is none."""
+def _read_call(text: str, may_lack: bool) -> tuple[str, str] | None:
+    """The name and the arguments of a call that is an object, in whatever order; None: it is none.
+
+    may_lack: its arguments, as those of a function that takes none.
+    """
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -308,6 +334,8 @@ def _read_call(text: str) -> tuple[str, str] | None:
         call = inner
     name = call.get("name", inner if isinstance(inner, str) else None)
     arguments = call.get("arguments", call.get("parameters"))
+    if arguments is None and may_lack:
+        arguments = {}
     if not isinstance(name, str) or not _NAME.fullmatch(name) or arguments is None:
         return None
     return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
