@@ -1089,8 +1089,21 @@ def test_nodes_that_fail_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.choose(both, REQUEST, {}) == bad
     own.note_failed("bad", "lease")
     assert own.choose(both, REQUEST, {}) == good
-    own.note_alive([good])
+    own.note_alive([good], 1.0)
     assert own.choose(both, REQUEST, {}) == bad, "it was gone since"
+
+
+def test_loads_that_were_told_by_a_clock_that_was_set_back_since() -> None:
+    """They would count until it has caught up."""
+    first, second = (NodeInfo(name, "prefill", VERSION, "layout", {}, ["mtp"], 100, [], load=0, time=40.0) for name in ("first", "second"))
+    own, state = NodeChoice("layout", 16, "nixl"), RedisState({i.node_id: i for i in (first, second)}, is_connected=True)
+    own.note_load("first", 3600.0, 5000)
+    own.note_alive([first, second], 3601.0)
+    assert own.choose(state, REQUEST, {}) == second
+    own.note_alive([first, second], 41.0)
+    assert own.choose(state, REQUEST, {}) == first
+    own.note_load("first", 42.0, 5000)
+    assert own.choose(state, REQUEST, {}) == second
 
 
 @pytest.mark.parametrize(("backend", "wrong"), [("nixl", {"begin": 2**40}), ("tcp", {"metadata": "00" * 16})])

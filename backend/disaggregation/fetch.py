@@ -334,7 +334,7 @@ class PageFetcher:
     def _take_heartbeat(self, infos: list[NodeInfo]) -> None:
         """Jobs of nodes that are gone: another one takes them over, if there is one."""
         alive = {info.node_id for info in infos}
-        self._choice.note_alive(infos)
+        self._choice.note_alive(infos, self._node.server_time() + self._node.state.lag)
         self._heard = {node_id: heard for node_id, heard in self._heard.items() if node_id in alive}
         self.reads.forget_dead(alive, {read.node_id for fetch in self._fetches.values() for read in fetch.reads})
         for fetch in list(self._fetches.values()):
