@@ -220,6 +220,8 @@ class PageFetcher:
                 return
             assert message.hand_off is not None, "it was checked"
             fetch.done, fetch.hand_off = message, message.hand_off
+            # Redis's clock may be set while the pages are read.
+            fetch.lease_end = time.monotonic() + message.expires - LEASE_MARGIN - self._node.server_time() - self._node.state.lag
             fetch.wants_probs = bool(message.probs_pages)
             self._call(partial(self._engine.hand_offs.take_first, fetch.request, message.hand_off))
             self._read_pages(fetch, message)
@@ -281,7 +283,7 @@ class PageFetcher:
 
     def _why_late(self, fetch: Fetch, now: float) -> str:
         """Empty: it is not."""
-        if fetch.done is not None and self._node.server_time() + self._node.state.lag > fetch.done.expires - LEASE_MARGIN:
+        if fetch.done is not None and time.monotonic() > fetch.lease_end:  # not `now`: reads may have ended since
             return "lease"
         limit, heard = self._node.config.job_seconds, fetch.begun
         if fetch.is_taken:  # else it may be lost, though the node tells of others: none waits for longer there

@@ -49,6 +49,8 @@ class Fetch:
     """Leading ones of page_ids that were read, or are being read."""
     reads: list[Read] = field(default_factory=list)
     done: Message | None = None
+    lease_end: float = 0.0
+    """time.monotonic() by which its pages have to be here, once it is done."""
     hand_off: HandOff | None = None
     wants_probs: bool = False
     is_taken: bool = False
