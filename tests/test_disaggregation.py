@@ -899,6 +899,23 @@ def test_redis_killed_and_started_empty(redis: RedisServer, cluster: Cluster, ll
     there.check_idle()
 
 
+def test_what_nodes_were_told_to_stop_is_told_again_where_redis_has_forgotten_it(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
+    """Else pages are held until the lease is over, and prompts computed that nobody waits for."""
+    there, here = cluster.make("prefill", lease_seconds=3600), cluster.make("decode")
+    cluster.see(here, there)
+    node = here.nodes.node
+
+    def tell(*args: Any, **options: Any) -> None:
+        del node.tell
+        redis.client.flushall()
+
+    node.tell = tell  # type: ignore[method-assign]
+    here.generate(prompts_of(llm_all, 1, seed=77), greedy(4))
+    assert here.num_fetched == 1
+    for one in (here, there):
+        one.check_idle()
+
+
 def test_redis_that_answers_nobody(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
     there, here = cluster.make("prefill", lease_seconds=2), cluster.make("decode", job_seconds=1.5)
     cluster.see(here, there)
