@@ -766,6 +766,25 @@ def test_reads_wait_for_steps_that_were_under_way(cluster: Cluster, llm_all: LLM
     wait_for(is_read, "the read")
 
 
+def test_a_read_that_cannot_begin_is_not_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever keeps it: nothing was read."""
+    there, here = (cluster.make(role, transfer_backend="tcp") for role in ("prefill", "decode"))
+    transfer, address = here.nodes.transfer, there.nodes.transfer.address
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    read = transfer.read(address, [0], [0], after=here.llm.engine.num_finished + 1)
+    here.generate([{"prompt_token_ids": list(range(10, 30))}], greedy(2))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="can't start new thread"):
+            transfer.is_done(read)
+    with pytest.raises(TransferError, match="can't start new thread"):
+        transfer.read(address, [0], [0])
+    monkeypatch.undo()
+
+
 def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> None:
     """Two ranks on each node: tokens are those of one, with what drafts were drawn from on both; a node of one rank is told apart."""
     two = {"parallel_config": {"tensor_parallel_size": 2}, **SMALL_STEPS}
