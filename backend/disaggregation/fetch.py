@@ -73,7 +73,7 @@ class PageFetcher:
         self._has_lost = False
         """What was written for other nodes may be lost since the last heartbeat, too."""
         self._heard: dict[str, float] = {}
-        """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
+        """When a node told last of what it computed of any prompt, in time.monotonic(): one that works through its queue is not late."""
         self.reads = PageReads(transfer, engine.worker.store.page_bytes, node.config.job_seconds)
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
         engine.hand_offs.use(self)
@@ -194,7 +194,9 @@ class PageFetcher:
         fetch.node_id, fetch.address = info.node_id, tuple(PageAddress.from_dict(own) for own in info.address)
 
     def _take_message(self, message: Message) -> None:
-        self._heard[message.sender] = time.monotonic()
+        now = time.monotonic()
+        if message.kind != "taken":  # which says that the thread that takes jobs lives, not that any is computed
+            self._heard[message.sender] = now
         self._choice.note_load(message.sender, message.time, message.load)
         fetch = self._fetches.get(message.job_id)
         if fetch is None or fetch.is_over:
@@ -210,7 +212,7 @@ class PageFetcher:
             self._move(fetch, message.sender)
             if fetch.is_over:
                 return
-        fetch.is_taken = True
+        fetch.told = now
         if message.kind == "failed":
             logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
             self._give_up(fetch, message.reason if message.reason in FALLBACKS else "failed")
@@ -292,8 +294,8 @@ class PageFetcher:
         if fetch.done is not None and time.monotonic() > fetch.lease_end:  # not `now`: reads may have ended since
             return "lease"
         limit, heard = self._node.config.job_seconds, fetch.begun
-        if fetch.is_taken:  # else it may be lost, though the node tells of others: none waits for longer there
-            heard = max(heard, self._heard.get(fetch.node_id, 0.0))
+        if fetch.told:  # else it may be lost, though the node tells of others: none waits for longer there
+            heard = max(heard, fetch.told, self._heard.get(fetch.node_id, 0.0))
         if any(self.reads.hangs(read, now) for read in fetch.reads) or now - heard >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit:
             return "transfer" if fetch.reads else "timeout"
         return ""
