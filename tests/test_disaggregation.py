@@ -1369,13 +1369,14 @@ def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> 
         one.check_idle()
 
 
-def test_streams_that_are_none(cluster: Cluster, llm_all: LLM) -> None:
-    """Somebody has put something else in their place."""
+def test_keys_that_are_something_else(cluster: Cluster, llm_all: LLM) -> None:
+    """Somebody has put it in the place of streams, and of the set of nodes."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=5)
     cluster.see(here, there)
     node, prompts = here.nodes.node, iter(prompts_of(llm_all, 60, seed=73, lengths=(300, 400)))
     for one, kind in ((there, "jobs"), (there, "inbox"), (here, "inbox")):
         cluster.redis.client.set(node.key(kind, one.nodes.node.node_id), "x")
+    cluster.redis.client.set(node.key("nodes"), "x")
 
     def is_fetched() -> bool:
         prompt = next(prompts)
