@@ -29,11 +29,20 @@ class Fetches:
     def __contains__(self, request: Request) -> bool:
         return self._requests.get(request.request_id) is request
 
-    def start(self, request: Request) -> bool:
+    def start(self, request: Request, sources: Sequence[int]) -> bool:
         """Gives a request pages for its whole prompt, the rest of which another node is to fill. False: there are not enough.
 
-        A prompt that is cached but for little is not remote any more, and gets none.
+        A prompt that is cached but for little is not remote any more, and gets none. sources: pages that the coming step copies from, for which the
+        other node does not wait: nobody gets these.
         """
+        for page in sources:
+            self._pool.share(page)
+        is_started = self._start(request)
+        for page in sources:
+            self._pool.release(page)
+        return is_started
+
+    def _start(self, request: Request) -> bool:
         size, num_tokens = self._pool.page_size, len(request.token_ids)
         match = Match()
         if self._prefix_cache is not None:

@@ -258,8 +258,9 @@ class Scheduler:
             if request.is_remote:
                 if len(self.fetches) >= self.max_batch_size:
                     break
-                if not self.fetches.start(request):
-                    waiting.note_lack(request)
+                if not self.fetches.start(request, [source for source, _, _ in batch.page_copies]):
+                    if not batch.page_copies:  # the next batch may have those
+                        waiting.note_lack(request)
                     break
                 waiting.note_given()
                 if request.is_remote:

@@ -766,6 +766,25 @@ def test_reads_wait_for_steps_that_were_under_way(cluster: Cluster, llm_all: LLM
     wait_for(is_read, "the read")
 
 
+def test_a_read_that_cannot_begin_is_not_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever keeps it: nothing was read."""
+    there, here = (cluster.make(role, transfer_backend="tcp") for role in ("prefill", "decode"))
+    transfer, address = here.nodes.transfer, there.nodes.transfer.address
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    read = transfer.read(address, [0], [0], after=here.llm.engine.num_finished + 1)
+    here.generate([{"prompt_token_ids": list(range(10, 30))}], greedy(2))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="can't start new thread"):
+            transfer.is_done(read)
+    with pytest.raises(TransferError, match="can't start new thread"):
+        transfer.read(address, [0], [0])
+    monkeypatch.undo()
+
+
 def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> None:
     """Two ranks on each node: tokens are those of one, with what drafts were drawn from on both; a node of one rank is told apart."""
     two = {"parallel_config": {"tensor_parallel_size": 2}, **SMALL_STEPS}
@@ -897,6 +916,23 @@ def test_redis_killed_and_started_empty(redis: RedisServer, cluster: Cluster, ll
     here.generate(prompts_of(llm_all, 2, seed=58), greedy(4))
     assert here.num_fetched == before + 2, "all is as before"
     there.check_idle()
+
+
+def test_what_nodes_were_told_to_stop_is_told_again_where_redis_has_forgotten_it(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
+    """Else pages are held until the lease is over, and prompts computed that nobody waits for."""
+    there, here = cluster.make("prefill", lease_seconds=3600), cluster.make("decode")
+    cluster.see(here, there)
+    node = here.nodes.node
+
+    def tell(*args: Any, **options: Any) -> None:
+        del node.tell
+        redis.client.flushall()
+
+    node.tell = tell  # type: ignore[method-assign]
+    here.generate(prompts_of(llm_all, 1, seed=77), greedy(4))
+    assert here.num_fetched == 1
+    for one in (here, there):
+        one.check_idle()
 
 
 def test_redis_that_answers_nobody(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
@@ -1089,8 +1125,21 @@ def test_nodes_that_fail_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.choose(both, REQUEST, {}) == bad
     own.note_failed("bad", "lease")
     assert own.choose(both, REQUEST, {}) == good
-    own.note_alive([good])
+    own.note_alive([good], 1.0)
     assert own.choose(both, REQUEST, {}) == bad, "it was gone since"
+
+
+def test_loads_that_were_told_by_a_clock_that_was_set_back_since() -> None:
+    """They would count until it has caught up."""
+    first, second = (NodeInfo(name, "prefill", VERSION, "layout", {}, ["mtp"], 100, [], load=0, time=40.0) for name in ("first", "second"))
+    own, state = NodeChoice("layout", 16, "nixl"), RedisState({i.node_id: i for i in (first, second)}, is_connected=True)
+    own.note_load("first", 3600.0, 5000)
+    own.note_alive([first, second], 3601.0)
+    assert own.choose(state, REQUEST, {}) == second
+    own.note_alive([first, second], 41.0)
+    assert own.choose(state, REQUEST, {}) == first
+    own.note_load("first", 42.0, 5000)
+    assert own.choose(state, REQUEST, {}) == second
 
 
 @pytest.mark.parametrize(("backend", "wrong"), [("nixl", {"begin": 2**40}), ("tcp", {"metadata": "00" * 16})])
@@ -1202,6 +1251,8 @@ def test_a_job_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     assert fetcher is not None
     wait_for(lambda: fetcher._fetches, "the job")
     (fetch,) = fetcher._fetches.values()
+    fetcher._take_message(Message("taken", "another job", sender))
+    assert sender not in fetcher._heard, "whatever computes may hang"
     fetcher._heard[sender] = fetch.begun + 3000
     # A sum of times is rounded, by less than the thousandth.
     assert not fetcher._why_late(fetch, fetch.begun + 3599) and fetcher._why_late(fetch, fetch.begun + 3600.001) == "timeout"
@@ -1318,13 +1369,14 @@ def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> 
         one.check_idle()
 
 
-def test_streams_that_are_none(cluster: Cluster, llm_all: LLM) -> None:
-    """Somebody has put something else in their place."""
+def test_keys_that_are_something_else(cluster: Cluster, llm_all: LLM) -> None:
+    """Somebody has put it in the place of streams, and of the set of nodes."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=5)
     cluster.see(here, there)
     node, prompts = here.nodes.node, iter(prompts_of(llm_all, 60, seed=73, lengths=(300, 400)))
     for one, kind in ((there, "jobs"), (there, "inbox"), (here, "inbox")):
         cluster.redis.client.set(node.key(kind, one.nodes.node.node_id), "x")
+    cluster.redis.client.set(node.key("nodes"), "x")
 
     def is_fetched() -> bool:
         prompt = next(prompts)
@@ -1342,8 +1394,16 @@ def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job
     there = cluster.make("prefill", lease_seconds=lease_seconds)
     here = cluster.make("decode", job_seconds=job_seconds)
     cluster.see(here, there)
-    transfer = here.nodes.transfer
-    transfer.is_done = lambda read: False  # type: ignore[method-assign]
+    node, transfer, fetcher = here.nodes.node, here.nodes.transfer, here.nodes.fetcher
+    assert fetcher is not None
+
+    def is_done(read: object) -> bool:
+        """Never; and Redis's clock is set back while pages are read that were told of."""
+        if any(fetch.done is not None for fetch in fetcher._fetches.values()):
+            node.server_time = lambda: Node.server_time(node) - 3600  # type: ignore[method-assign]
+        return False
+
+    transfer.is_done = is_done  # type: ignore[method-assign]
     prompts = prompts_of(llm_all, 2, seed=74)
     assert here.generate(prompts[:1], SAMPLED) == expect(llm_all, prompts[:1], SAMPLED)
     assert here.fallbacks == {reason: 1}
@@ -1353,7 +1413,7 @@ def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job
         assert here.fallbacks == {reason: 2} and sum(there.prefill.held.results.values()) == 1
     else:
         wait_for(lambda: there.prefill.held.num_expired_leases == 1, "the lease's end")
-    del transfer.is_done  # the reads go on, and are served until they end
+    del transfer.is_done, node.server_time  # the reads go on, and are served until they end
     for one in (here, there):
         one.check_idle()
     wait_for(lambda: not there.prefill.held._late, "the end of all reads")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from backend import follower
 from backend.config import EngineConfig
-from backend.errors import ModelError
+from backend.errors import EngineError, ModelError
 from backend.follower import reach_store
 from backend.group import open_store
 from backend.parallel import lines
@@ -279,3 +279,21 @@ def test_who_hangs_while_ranks_load_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
         found = re.search(rf"{SILENT} for (\S+) s", why)
         assert found and float(found[1]) >= 1.0
     silent.close()
+
+
+def test_who_hangs_and_has_orders_that_it_does_not_read_is_gone() -> None:
+    """More of them than fit its connection: neither who sends them waits for ever, nor who looks whether it lives."""
+    lost = threading.Event()
+    board = Switchboard(HOST, 2, lost.set)
+    line = connect(HOST, board.port, 1, ORDERS)
+    assert board.wait_for(1, ORDERS, 30)
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(board.order, 1, {"do": "read", "pages": "0" * 2**25})
+        await_true(lambda: board._lines[1, ORDERS]._lock.locked())
+        board._hang_seconds = 0.6
+        is_lost = lost.wait(30)
+        line.close()
+        with pytest.raises(EngineError, match=f"rank 1 of 2 is gone: {SILENT}"):
+            sent.result(30)
+    board.close()
+    assert is_lost

@@ -23,6 +23,7 @@ from backend.models import load_model
 from backend.models.mtp import Mtp
 from backend.parallel.ranks import Ranks
 from deploy.cli import main
+from tests.small import SMALL_MODEL
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")
@@ -353,6 +354,18 @@ def test_an_index_names_files_of_its_folder_only(folder: Path, tmp_path: Path, c
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
         assert launch(folder, tmp_path) == 2
         assert "which is no file of this folder" in capsys.readouterr().err
+
+
+def test_the_fingerprint_is_of_each_weight(tmp_path: Path) -> None:
+    """Of nodes and ranks whose checkpoints differ in one of them each would compute a part of another model's answer."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = load_file(SMALL_MODEL / "model.safetensors")
+    found = set()
+    for name in (None, *weights):
+        own = weights if name is None else {**weights, name: weights[name] * 1.25}
+        save_file(own, tmp_path / "model.safetensors")
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 1 + len(weights)
 
 
 def test_the_fingerprint_is_of_what_says_how_weights_are_quantized(tmp_path: Path) -> None:

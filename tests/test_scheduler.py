@@ -1102,3 +1102,27 @@ def test_pages_of_a_fetched_prompt_are_found(has_hashes: bool) -> None:
             scheduler.finish(own)
         scheduler.check()
         assert scheduler.pool.num_held == 0
+
+
+def test_a_fetch_gets_no_page_that_the_step_copies_from() -> None:
+    """Nobody says which comes first, the step or the other node's page. There are as many without it as it needs, or it waits for the next step."""
+    for num_pages, is_at_once in ((9, True), (8, False)):
+        scheduler = Scheduler(num_pages=num_pages, page_size=4, max_batch_size=4, max_num_batched_tokens=64, max_model_len=40, max_waiting=8)
+        first = Request("first", [1, 2, 3], SamplingParams(max_tokens=1))
+        scheduler.add(first)
+        scheduler.launch(batch := scheduler.schedule().entries)
+        scheduler.commit(batch[0], [7])
+        scheduler.finish(first)
+        local = Request("local", [1, 2, 3, 9], SamplingParams(max_tokens=1))
+        fetched = Request("fetched", list(range(20, 47)), SamplingParams(max_tokens=1), is_remote=True)
+        for request in (local, fetched):
+            scheduler.add(request)
+        batch = scheduler.schedule()
+        (source,) = (copy[0] for copy in batch.page_copies)
+        assert source not in fetched.page_ids and bool(batch.fetches) == is_at_once
+        scheduler.launch(batch.entries)
+        if not is_at_once:
+            assert scheduler.schedule().fetches == [fetched]
+        scheduler.finish(local)
+        scheduler.finish(fetched)
+        scheduler.check()

@@ -127,10 +127,11 @@ class NodeChoice:
         if at > self._loads.get(node_id, (0.0, 0))[0]:
             self._loads[node_id] = at, load
 
-    def note_alive(self, infos: Sequence[NodeInfo]) -> None:
-        """After a heartbeat: the others are forgotten."""
+    def note_alive(self, infos: Sequence[NodeInfo], now: float) -> None:
+        """After a heartbeat: the others are forgotten, and loads of what is yet to come at the Redis server's second `now`, at the latest: its clock
+        was set back, and nothing newer would count until then."""
         alive = {info.node_id for info in infos}
-        self._loads = {node_id: load for node_id, load in self._loads.items() if node_id in alive}
+        self._loads = {node_id: load for node_id, load in self._loads.items() if node_id in alive and load[0] <= now}
         self._rests = {node_id: rest for node_id, rest in self._rests.items() if node_id in alive}
         self._doubts = Counter({node_id: count for node_id, count in self._doubts.items() if node_id in alive})
         for info in infos:

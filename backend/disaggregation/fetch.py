@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -46,6 +47,7 @@ MAX_JOB_LIMITS = 20
 """Times job_seconds after which a prompt that was taken is not waited for any more, though its node tells of others."""
 POLL_SECONDS, IDLE_SECONDS = (0.00005, 0.0005), 0.05
 """Between two looks at reads under way, the fewest and the most, and at deadlines."""
+MAX_STOPS = 4096
 POLL_SHARE = 0.1
 """Of the time that a read has taken so far, for which nobody looks at it: so much later it is seen to be over."""
 
@@ -66,8 +68,12 @@ class PageFetcher:
         """Prompts, and nodes that have been asked for them, which the choice of the next one's does not know yet."""
         self._look_due = 0.0
         """time.monotonic() of the next look at deadlines."""
+        self._stops: tuple[deque[tuple[str, str]], ...] = tuple(deque(maxlen=MAX_STOPS) for _ in range(2))
+        """Nodes, and jobs that they were told to stop since the last heartbeat, and between that and the one before."""
+        self._has_lost = False
+        """What was written for other nodes may be lost since the last heartbeat, too."""
         self._heard: dict[str, float] = {}
-        """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
+        """When a node told last of what it computed of any prompt, in time.monotonic(): one that works through its queue is not late."""
         self.reads = PageReads(transfer, engine.worker.store.page_bytes, node.config.job_seconds)
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
         engine.hand_offs.use(self)
@@ -116,7 +122,7 @@ class PageFetcher:
 
     def on_lost(self) -> None:
         """What was written for this node may be lost."""
-        self._events.put(lambda: self._give_up_all("redis"))
+        self._events.put(self._note_lost)
 
     # -- its own thread: a prompt's way ---------------------------------------------------------------------------------
 
@@ -188,7 +194,9 @@ class PageFetcher:
         fetch.node_id, fetch.address = info.node_id, tuple(PageAddress.from_dict(own) for own in info.address)
 
     def _take_message(self, message: Message) -> None:
-        self._heard[message.sender] = time.monotonic()
+        now = time.monotonic()
+        if message.kind != "taken":  # which says that the thread that takes jobs lives, not that any is computed
+            self._heard[message.sender] = now
         self._choice.note_load(message.sender, message.time, message.load)
         fetch = self._fetches.get(message.job_id)
         if fetch is None or fetch.is_over:
@@ -204,7 +212,7 @@ class PageFetcher:
             self._move(fetch, message.sender)
             if fetch.is_over:
                 return
-        fetch.is_taken = True
+        fetch.told = now
         if message.kind == "failed":
             logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
             self._give_up(fetch, message.reason if message.reason in FALLBACKS else "failed")
@@ -220,6 +228,8 @@ class PageFetcher:
                 return
             assert message.hand_off is not None, "it was checked"
             fetch.done, fetch.hand_off = message, message.hand_off
+            # Redis's clock may be set while the pages are read.
+            fetch.lease_end = time.monotonic() + message.expires - LEASE_MARGIN - self._node.server_time() - self._node.state.lag
             fetch.wants_probs = bool(message.probs_pages)
             self._call(partial(self._engine.hand_offs.take_first, fetch.request, message.hand_off))
             self._read_pages(fetch, message)
@@ -281,11 +291,11 @@ class PageFetcher:
 
     def _why_late(self, fetch: Fetch, now: float) -> str:
         """Empty: it is not."""
-        if fetch.done is not None and self._node.server_time() + self._node.state.lag > fetch.done.expires - LEASE_MARGIN:
+        if fetch.done is not None and time.monotonic() > fetch.lease_end:  # not `now`: reads may have ended since
             return "lease"
         limit, heard = self._node.config.job_seconds, fetch.begun
-        if fetch.is_taken:  # else it may be lost, though the node tells of others: none waits for longer there
-            heard = max(heard, self._heard.get(fetch.node_id, 0.0))
+        if fetch.told:  # else it may be lost, though the node tells of others: none waits for longer there
+            heard = max(heard, fetch.told, self._heard.get(fetch.node_id, 0.0))
         if any(self.reads.hangs(read, now) for read in fetch.reads) or now - heard >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit:
             return "transfer" if fetch.reads else "timeout"
         return ""
@@ -327,15 +337,27 @@ class PageFetcher:
 
         self._call(on_engine)
 
-    def _give_up_all(self, reason: str) -> None:
+    def _note_lost(self) -> None:
+        self._has_lost = True
         for fetch in list(self._fetches.values()):
-            self._give_up(fetch, reason)
+            self._give_up(fetch, "redis")
+
+    def _tell_again(self) -> None:
+        """What nodes were told to stop may be lost with the rest: they would compute it for nobody, and hold its pages until the lease is over."""
+        recent, old = self._stops
+        self._stops = deque(maxlen=MAX_STOPS), recent
+        if not self._has_lost:
+            return
+        self._has_lost = False
+        for node_id, job_id in (*old, *recent):  # also those of nodes whose next sign of life is yet to come
+            self._tell_stop(node_id, job_id)
 
     def _take_heartbeat(self, infos: list[NodeInfo]) -> None:
         """Jobs of nodes that are gone: another one takes them over, if there is one."""
         alive = {info.node_id for info in infos}
-        self._choice.note_alive(infos)
+        self._choice.note_alive(infos, self._node.server_time() + self._node.state.lag)
         self._heard = {node_id: heard for node_id, heard in self._heard.items() if node_id in alive}
+        self._tell_again()
         self.reads.forget_dead(alive, {read.node_id for fetch in self._fetches.values() for read in fetch.reads})
         for fetch in list(self._fetches.values()):
             if fetch.node_id not in alive and not fetch.is_over and not self._choice.fitting(self._node.state, fetch.request):
@@ -361,6 +383,7 @@ class PageFetcher:
             self._tell_stop(fetch.node_id, fetch.job_id)
 
     def _tell_stop(self, node_id: str, job_id: str) -> None:
+        self._stops[0].append((node_id, job_id))
         self._node.tell(node_id, Message("stop", job_id, self._node.node_id), is_urgent=False)
 
     def _call(self, action: Callable[[], object]) -> None:

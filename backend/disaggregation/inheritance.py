@@ -42,7 +42,7 @@ class Inheritance:
                 logger.debug("another node has taken jobs of node %s meanwhile", node_id)
             except redis.ResponseError as error:
                 logger.debug("jobs of node %s: %s", node_id, error)
-                self._node.clear_wrong_type("jobs", error, node_id)
+                self._node.clear_wrong_type(self._node.key("jobs", node_id), error)
 
     def _take_of(self, dead: str) -> None:
         """Those that it had taken, and those that it had not, as far as this node can do them: others are left to nodes that can, or to their

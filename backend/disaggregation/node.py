@@ -237,7 +237,7 @@ class Node:
                     logger.exception("reading from Redis")
                 self._on_lost()
                 last, num_read = b"0-0", 0  # another server's clock, of which its numbers are, may be behind
-                self.clear_wrong_type("inbox", error)
+                self.clear_wrong_type(inbox, error)
                 self._is_stopping.wait(RETRY_SECONDS)
                 continue
             for _, entries in as_pairs(found):
@@ -268,14 +268,13 @@ class Node:
         except redis.RedisError as error:
             self._note(error)
 
-    def clear_wrong_type(self, kind: str, error: Exception, node_id: str = "") -> None:
-        """Removes a node's stream (default: this one's) where that was the error: what somebody has put in its place would keep its messages, or
-        those who look for what it left, from their way for good."""
+    def clear_wrong_type(self, key: str, error: Exception) -> None:
+        """Removes a key where its type was the error: what somebody has put in the place of a stream, or of the set of nodes, would keep messages, or
+        nodes, from each other for good."""
         import redis
 
         if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
-            key = self.key(kind, node_id or self.node_id)
-            logger.error("Redis: %s is no stream, and is removed", key)
+            logger.error("Redis: %s is of a type that nodes do not use there, and is removed", key)
             with contextlib.suppress(redis.RedisError):
                 self.redis.delete(key)
 
@@ -291,6 +290,7 @@ class Node:
                 self._note(error)
                 if not isinstance(error, redis.RedisError):
                     logger.exception("heartbeat")
+                self.clear_wrong_type(self.key("nodes"), error)
             try:
                 self._on_heartbeat(self.state)
             except Exception:

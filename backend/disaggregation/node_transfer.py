@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from backend.disaggregation.transfers import Transport
 from backend.engine import Engine
 from backend.errors import ConfigError, EngineError, TransferError
 from backend.parallel.lines import Order
+
+logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 60.0
 """For the ranks to offer their pages."""
@@ -146,10 +149,16 @@ class NodeTransfer:
         return True
 
     def _begin_own(self, read: NodeRead) -> bool:
-        """False: not yet."""
+        """False: not yet. Raises TransferError."""
         if read.begin_own is not None and self._engine.num_finished >= read.after:
             begin, read.begin_own = read.begin_own, None
-            read.own = begin()
+            try:
+                read.own = begin()
+            except TransferError:
+                raise
+            except Exception as error:  # as many threads as there may be, say: else it would look as if it were over
+                logger.exception("pages could not be read")
+                raise TransferError(f"{type(error).__name__}: {error}") from None
         return read.begin_own is None
 
     def serve(self, now: float) -> None:

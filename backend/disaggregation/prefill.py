@@ -123,7 +123,7 @@ class PrefillService:
                     self._inheritance.take()
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
                 begin = b""
-                self._node.clear_wrong_type("jobs", error)
+                self._node.clear_wrong_type(self._node.key("jobs", own), error)
                 self._node.wait(RETRY_SECONDS)
             except Exception:
                 logger.exception("jobs could not be taken")

@@ -49,10 +49,12 @@ class Fetch:
     """Leading ones of page_ids that were read, or are being read."""
     reads: list[Read] = field(default_factory=list)
     done: Message | None = None
+    lease_end: float = 0.0
+    """time.monotonic() by which its pages have to be here, once it is done."""
     hand_off: HandOff | None = None
     wants_probs: bool = False
-    is_taken: bool = False
-    """The node has told of it: from then on it is as late as the node is with all that it has."""
+    told: float = 0.0
+    """time.monotonic() at which the node told of it last: from the first time on it is as late as the node is with all that it has."""
     is_told: bool = False
     """The node knows that its pages are read, or not wanted."""
     is_over: bool = False

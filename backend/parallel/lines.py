@@ -52,17 +52,33 @@ class Line:
         self._connection, self._lock = connection, threading.Lock()
         self._news = select.poll()  # unlike select() for any file descriptor
         self._news.register(connection, select.POLLIN)
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
         self._received = bytearray()
 
     def send(self, content: bytes) -> None:
+        with self._lock:
+            self._write(content)
+
+    def _write(self, content: bytes) -> None:
+        """With the lock held."""
         try:
-            with self._lock:
-                self._connection.sendall(struct.pack("<I", len(content)) + content)
+            self._connection.sendall(struct.pack("<I", len(content)) + content)
         except OSError as error:
             raise ConnectionError(str(error)) from None
 
     def send_order(self, order: Order) -> None:
         self.send(json.dumps(order).encode())
+
+    def offer(self, order: Order) -> None:
+        """Sends a short order, or nothing where that would wait: for the other side to read, or for another thread's message."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._room.poll(0):
+                self._write(json.dumps(order).encode())
+        finally:
+            self._lock.release()
 
     def receive(self, timeout: float | None = None, limit: int = MAX_MESSAGE_BYTES) -> bytes | None:
         """The next message; None: there was none for `timeout` seconds. limit: of its bytes."""
@@ -282,7 +298,7 @@ class Switchboard:
                 if line is None or rank in self.lost:
                     continue
                 with contextlib.suppress(ConnectionError):
-                    line.send_order({"do": "beat"})
+                    line.offer({"do": "beat"})  # one that hangs reads nothing, and may have no room for it
                 if (silent := time.monotonic() - self._heard[rank]) > self._hang_seconds:
                     self.lose(rank, f"{SILENT} for {silent:.1f} s")
             time.sleep(BEAT_SECONDS)
