@@ -63,7 +63,6 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same tokens: alone, in any batch, with or without speculation. None draws one."""
     stop: tuple[str, ...] = ()
-    """Empty strings, here and in bad_words, are as good as none."""
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     include_stop: bool = False
@@ -87,7 +86,7 @@ class SamplingParams:
             if isinstance(value, str) and key != "stop_token_ids":
                 value = (value,)
             _check(key, value, (list, tuple), True, "a list")
-            object.__setattr__(self, key, tuple(own for own in value if own != ""))  # clients whose inputs all have to be there send it for none
+            object.__setattr__(self, key, tuple(value))
         number = (int, float)
         least, rule = (0, "an integer >= 0") if self.echo is True else (1, "an integer >= 1")
         _check("max_tokens", self.max_tokens, int, isinstance(self.max_tokens, int) and self.max_tokens >= least, rule)
@@ -130,7 +129,7 @@ class SamplingParams:
         if len(strings) > max_count:
             raise ValueError(f"{key} has {len(strings)} strings; the limit is {max_count}")
         for string in strings:
-            _check(key, string, str, True, "strings")
+            _check(key, string, str, bool(string), "non-empty strings")
         if (total := sum(map(len, strings))) > max_characters:
             raise ValueError(f"{key} has {total} characters in all; the limit is {max_characters}")
 

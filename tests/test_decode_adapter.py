@@ -124,7 +124,9 @@ def test_the_inputs_that_errors_name_are_the_repositorys(adapter):
 
 
 def test_an_answer(model):
-    sender = ask(model, text_input="x = 1", max_tokens=3, parameters='{"stop_words": "", "traceparent": "00-1"}')
+    """With what clients of TensorRT-LLM's models send for nothing."""
+    empty = {"bad_words": "", "stop": [""], "logit_bias": ""}
+    sender = ask(model, text_input="x = 1", max_tokens=3, parameters='{"stop_words": "", "traceparent": "00-1"}', **empty)
     assert sender.reasons() == [b"length"] and len([i for r in sender.responses for i in r.values["output_ids"]]) == 3
     assert_idle(model)
 
@@ -144,6 +146,7 @@ def test_an_answer(model):
         ({"text_input": "x", "parameters": '{"id": "a", "triton_x": 1, "max_token": 3}'}, "unknown input 'max_token'; did you mean \"max_tokens\"?"),
         ({"text_input": "x", "parameters": '{"temperature": 0}'}, "temperature came as a parameter of the request: it is an input"),
         ({"text_input": "x", "stop": ["a"] * 65}, "stop has 65 strings; the limit is 64"),
+        ({"text_input": "x", "stop": ["a", ""]}, "stop must be non-empty strings, got ''"),
         ({"text_input": "x", "logit_bias": '{"1_0": 1}'}, "logit_bias's keys must be token ids, got '1_0'"),
         ({"text_input": "x", "logit_bias": '{" 3": 1}'}, "logit_bias's keys must be token ids, got ' 3'"),
         ({"text_input": "x", "logit_bias": '{"3": 1, "03": 2}'}, "logit_bias's keys must be token ids, got '03'"),  # one token, two biases

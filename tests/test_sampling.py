@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from backend import LLM, SamplingParams
-from backend.sampling_params import MAX_STOP_STRINGS
 from tests.conftest import code_prompts
 from tests.models import make_tiny
 
@@ -40,13 +39,6 @@ def test_penalties_see_the_steps_own_drafts(llm_ngram):
     drafted = outputs(llm_ngram, [prompt], [params], {"num_speculative_tokens": 8})[0]
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.accepted > 0
-
-
-def test_empty_strings_are_none() -> None:
-    """Clients of TensorRT-LLM's models send them where they mean nothing."""
-    params = SamplingParams(stop="", bad_words=["", "x", ""], stop_token_ids=())
-    assert (params.stop, params.bad_words) == ((), ("x",))
-    assert SamplingParams(stop=[""] * (MAX_STOP_STRINGS + 1)).stop == ()
 
 
 def test_bad_words_never_appear(llm_ngram):

@@ -206,7 +206,8 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
     arguments: dict[str, Any] = {"max_tokens": limits.max_model_len} if given[0] == "messages" else {}
     arguments |= defaults
     arguments |= {name: values[name][0] for name in SAMPLING_SCALARS if name in values}
-    arguments |= {name: tuple(values[name]) for name in SAMPLING_LISTS if name in values}
+    # One empty text says nothing, as in the other inputs: clients of TensorRT-LLM's models send it for none.
+    arguments |= {name: tuple(values[name]) for name in SAMPLING_LISTS if name in values and list(values[name]) != [""]}
     if values.get("logit_bias", [""])[0]:
         biases = _json_object("logit_bias", values["logit_bias"][0])
         if wrong := [key for key in biases if not _TOKEN_ID.fullmatch(key)]:
