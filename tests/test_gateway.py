@@ -527,6 +527,7 @@ class TestOtherRoutes:
         assert api.get("/models/", cast_to=object) == api.get("/models", cast_to=object)
         assert listed == model and (model.id, model.object, model.max_model_len, model.has_chat_template) == ("foretoken", "model", 2048, True)
         assert not model.is_bundled and model.template_variables == []
+        assert model.root == "foretoken" and model.parent is None, "vLLM's benchmark reads both names where it is told no model"
         assert model.method == "mtp" and {"mtp", "ngram", "none"} <= set(model.methods) and model.sampling_defaults == {}
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("gpt")
@@ -537,6 +538,8 @@ class TestOtherRoutes:
         assert answer["count"] == len(answer["tokens"]) > 5 and json.loads(ask(address, "/tokenize", {"text": text})[2]) == answer
         assert json.loads(ask(address, "/detokenize", {"tokens": answer["tokens"]})[2])["prompt"] == "<|endoftext|>" + text
         assert answer["max_model_len"] == 2048
+        bare = json.loads(ask(address, "/tokenize", {"prompt": text, "add_special_tokens": False})[2])["tokens"]
+        assert bare == answer["tokens"][1:], "as vLLM's benchmark and evaluation harnesses ask for it"
         messages = [{"role": "user", "content": "é"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
         chat = json.loads(ask(address, "/tokenize", {"messages": messages, "return_token_strs": True})[2])
         assert chat["count"] == len(chat["tokens"]) == len(chat["token_strs"]) > 5
@@ -549,7 +552,7 @@ class TestOtherRoutes:
         assert asked["count"] == json.loads(body)["usage"]["prompt_tokens"] > chat["count"], "as many as a chat with these tools has"
         for bad, message in (
             ({"prompt": "x", "messages": messages}, "one of them only"),
-            ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens may be left out, or true"),
+            ({"messages": messages, "add_special_tokens": True}, "add_special_tokens needs prompt or text"),
             ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt needs messages: text has no template"),
             ({"messages": []}, "messages: List should have at least 1 item"),
             ({"prompt": "x", "tools": tools}, "tools needs messages: text has no template"),
