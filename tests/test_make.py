@@ -198,6 +198,25 @@ def test_setup_makes_a_whole_venv_once(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "made").read_text().count("made") == 2 and (tmp_path / ".venv/.installed-serve").exists()
 
 
+def test_setup_works_in_its_own_folder_alone(root: Path, tmp_path: Path) -> None:
+    """CDPATH led it to another one; and of a .venv that was moved or copied the scripts are another folder's."""
+    (script := tmp_path / "own/deploy/setup.sh").parent.mkdir(parents=True)
+    script.write_bytes((root / "deploy/setup.sh").read_bytes())
+    (tmp_path / "other/deploy").mkdir(parents=True)
+    (command := tmp_path / "own/.venv/bin/foretoken").parent.mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.installed-serve"):
+        (tmp_path / "own" / name).touch()
+
+    def run() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CDPATH": str(tmp_path / "other")}
+        return subprocess.run(["bash", "deploy/setup.sh"], cwd=tmp_path / "own", env=environment, capture_output=True, text=True, timeout=60)
+
+    for line, status in ((f"#!{tmp_path}/own/.venv/bin/python3", 0), (f"#!{tmp_path}/other/.venv/bin/python3", 1)):
+        command.write_text(f"{line}\n")
+        done = run()
+        assert (done.returncode, done.stdout) == (status, "") and ("make clean" in done.stderr) == bool(status), done.stderr
+
+
 def test_one_port_for_everything(tmp_path: Path) -> None:
     """What is not for clients is on free ports of this machine alone."""
     (port,) = free_ports(1)
