@@ -165,9 +165,19 @@ def _lay_out_backend(root: Path, stub: Path) -> Path:
                 fresh.unlink(missing_ok=True)  # of one that was killed: in a container all have the same number
                 fresh.symlink_to(source)
                 fresh.replace(link)  # at once: another server may be starting
+        keep_no_bytecode(target)
     except OSError as error:
         raise LaunchError(f"{target} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder") from None
     return directory
+
+
+def keep_no_bytecode(folder: Path) -> None:
+    """Lets Python keep no bytecode of the modules in a folder: a file is where it would make its own one. Where a disk has no room it keeps half of a
+    module's without a word, and every later start fails on that (EOFError), also when there is room again. Raises OSError."""
+    cache = folder / "__pycache__"
+    if cache.is_dir():
+        shutil.rmtree(cache, ignore_errors=True)  # of an earlier version of this project, whose server may run still
+    cache.touch()
 
 
 def find_libpython(version: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import py_compile
 import re
 import resource
 import shlex
@@ -23,6 +24,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1606,6 +1608,22 @@ def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path
         stub.symlink_to(tmp_path / wrong)
         assert server.find_server() == found
         assert stub.readlink() == right
+
+
+def test_no_half_of_a_modules_bytecode_is_kept(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python keeps one on a disk that is full, and no later start got beyond it (EOFError: marshal data too short), with room on the disk, too."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert main(["serve", "--dry-run"]) == 0
+    modules = [path for path in state.rglob("*.py") if path.name in ("model.py", "triton_python_backend_utils.py")]
+    assert len(modules) >= 2
+    for path in modules:
+        (path.parent / "__pycache__").unlink()
+        kept = Path(py_compile.compile(str(path), doraise=True))
+        kept.write_bytes(kept.read_bytes()[:100])
+    assert main(["serve", "--dry-run"]) == 0
+    for path in state.rglob("*.py"):
+        assert SourceFileLoader(path.stem, str(path)).get_code(path.stem) is not None
+        assert not list(path.parent.rglob("*.pyc"))
 
 
 def test_the_server_may_have_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
