@@ -1316,6 +1316,22 @@ def test_server_command() -> None:
     assert explicit <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
 
 
+@pytest.mark.parametrize(
+    ("host", "http", "grpc"),
+    [
+        ("::1", "ipv6:::1", r"\[::1]"),
+        ("::", "ipv6:::", r"\[::]"),
+        ("0.0.0.0", "0.0.0.0", "0.0.0.0"),
+        ("localhost", "(ipv6:::1|127.*)", r"(\[::1]|127.*)"),
+    ],
+)
+def test_addresses_as_the_server_takes_them(host: str, http: str, grpc: str) -> None:
+    """It listened on 255.255.255.255 for a name and for IPv6, and its gRPC port was said to be in use."""
+    command = "\n".join(launcher.server_command(server.Server(Path("/t")), options.ServeConfig(host=host), Path("/repo"), "k")[0])
+    assert re.search(f"^--http-address={http}$", command, re.MULTILINE) and re.search(f"^--metrics-address={http}$", command, re.MULTILINE)
+    assert re.search(f"^--grpc-address={grpc}$", command, re.MULTILINE)
+
+
 def test_inputs_are_limited_where_the_server_can() -> None:
     config = options.ServeConfig(max_request_size="2MiB")
     new = server.Server(Path("/t"), options=frozenset(["http-max-input-size"]))

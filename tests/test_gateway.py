@@ -1191,6 +1191,23 @@ def test_a_port_that_is_taken(tmp_path, capsys):
     assert main(["gateway", "--host=256.1.1.1", "--port=0"]) == main(["gateway", "--host=é..x", "--port=0"]) == main(["gateway", "--port=70000"]) == 1
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses_are_those_of_ipv4_too(monkeypatch):
+    """As Triton's gRPC and the supervisor's port have it: a health check on 127.0.0.1 found nobody at `--host ::`."""
+    import uvicorn
+
+    from deploy.cli import main
+
+    def connect(_, sockets):
+        socket.create_connection(("127.0.0.1", sockets[0].getsockname()[1]), timeout=10).close()
+        raise SystemExit(9)
+
+    monkeypatch.setattr(uvicorn.Server, "run", connect)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="9"):
+        main(["gateway", "--host=::", "--port=0"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_being_told_to_end_lets_requests_end(server, tmp_path, number):
     """By a terminal that closes, too. New connections are refused meanwhile."""
