@@ -156,6 +156,17 @@ def test_what_make_started_ends_with_it(root: Path, tmp_path: Path, target: str,
     assert found is not None and wait_until(lambda: not is_running(int(found[1]))) and "server ended" in log()
 
 
+def test_make_uses_no_modules_of_other_projects(root: Path, tmp_path: Path) -> None:
+    """A folder named `client` in PYTHONPATH was imported in the place of this project's."""
+    for name, text in (("deploy/setup.sh", ""), (".venv/bin/foretoken", 'printf "<%s%s>" "$PYTHONPATH" "$PYTHONHOME"')):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}
+    command = ["make", "--no-print-directory", "-f", str(root / "Makefile"), "demo"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout == "<>"
+
+
 def test_make_serve_takes_a_path_with_spaces(root: Path, tmp_path: Path) -> None:
     for name, text in (("deploy/setup.sh", ""), (".venv/bin/python", 'printf %s "$3"'), (".venv/bin/foretoken", "printf '<%s>' \"$@\"")):
         (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
