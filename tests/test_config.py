@@ -1053,6 +1053,8 @@ def test_weights_are_referenced(tmp_path: Path) -> None:
     wanted = {
         p.relative_to(rendering.REPOSITORY).as_posix() for pattern in ("*/config.pbtxt", "*/1/model.py") for p in rendering.REPOSITORY.glob(pattern)
     }
+    kept_out = {name.replace("model.py", "__pycache__") for name in wanted if name.endswith("model.py")}
+    assert not any(files.pop(name).stat().st_size for name in kept_out), "files, which are no folders of bytecode"
     assert set(files) == wanted >= {"decode/config.pbtxt", "decode/1/model.py", "generate/config.pbtxt", "tokenizer/1/model.py"}
     assert sum(p.stat().st_size for p in files.values()) < 100_000
     assert not any(p.is_symlink() for p in files.values())
