@@ -1,5 +1,7 @@
 # Everything runs from .venv, which the first target makes.
 .PHONY: demo serve test soak lint bench docs clean
+# With nothing of other projects, whose `client` or `backend` would be imported in the place of this one's.
+unexport PYTHONPATH PYTHONHOME
 
 # What is started here ends with make, also where that is killed and can tell nobody.
 demo:

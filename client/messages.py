@@ -44,13 +44,15 @@ _TYPES: dict[str, str] = {
     "parallel_tool_calls": "BOOL", "chat_template_kwargs": "BYTES", "truncate_prompt_tokens": "INT32", "truncation": "BYTES",
     "stream": "BOOL", "cancel": "BYTES", "describe": "BOOL", "suffix_corpus": "BYTES",
 }  # fmt: skip
+PARAMETERS = tuple(_TYPES)
+_TOKENIZER_TYPES = {"add_special_tokens": "BOOL"}
+"""Inputs of the model `tokenizer` alone."""
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
 _NUMBERS = {"INT32": ("iu", "an integer"), "INT64": ("iu", "an integer"), "FP32": ("iuf", "a number"), "BOOL": ("b", "true or false")}
 """What a parameter's values have to be: NumPy's kinds, and in words."""
 _FORMATS = {"INT32": "i", "INT64": "q", "FP32": "f", "BOOL": "?"}
 _NO_TEXT = b"\0\0\0\0"
 """One empty string in the protocol's raw form."""
-PARAMETERS = tuple(_TYPES)
 
 
 class GenerateError(RuntimeError):
@@ -191,7 +193,7 @@ def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:
     """Tensors for the gRPC request. Raises GenerateError for text with half a surrogate pair."""
     inputs = []
     for name, value in values.items():
-        kind = _TYPES[name]
+        kind = _TYPES.get(name) or _TOKENIZER_TYPES[name]
         items = [value] if isinstance(value, (str, bytes)) or np.isscalar(value) else list(value)
         if kind == "BYTES":
             array = np.array([check_unicode(name, v) if isinstance(v, str) else v for v in items], dtype=object)

@@ -41,6 +41,7 @@ from deploy.server import (
     lock_folder,
     raise_file_limit,
     server_state,
+    triton_addresses,
     writing,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
@@ -52,21 +53,24 @@ from deploy.together import FORETOKEN, run_together
 RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,logging"
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
 the memory of the models' processes."""
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Where a server that listens on all addresses is asked; Triton's HTTP ports on :: take no IPv4."""
 SHARED_BYTES = 8 * 2**20
 """Of shared memory that each model's process begins with, and grows by: both processes map it anew each time. Release 24.10 begins with 1 MiB, which
 a dozen long prompts fill."""
 
 
 def server_command(server: Server, config: ServeConfig, repository: Path, key: str) -> tuple[list[str], dict[str, str]]:
-    """tritonserver's command line and environment. key: what RESTRICTED_APIS ask for."""
+    """tritonserver's command line and environment. key: what RESTRICTED_APIS ask for. Raises LaunchError for a host that is no address."""
+    http_address, grpc_address = triton_addresses(config.host)
     command = [
         str(server.executable),
         f"--model-repository={repository}",
-        f"--http-address={config.host}",
+        f"--http-address={http_address}",
         f"--http-port={config.http_port}",
-        f"--grpc-address={config.host}",
+        f"--grpc-address={grpc_address}",
         f"--grpc-port={config.grpc_port}",
-        f"--metrics-address={config.metrics_host or config.host}",
+        f"--metrics-address={triton_addresses(config.metrics_host or config.host)[0]}",
         f"--metrics-port={config.metrics_port}",
         f"--log-verbose={config.log_verbose}",
         f"--exit-timeout-secs={END_SECONDS if config.supervise else config.drain_seconds}",
@@ -194,7 +198,9 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     if "metrics_port" in values and host in ANY_ADDRESS:
         server.append(f"--metrics-host={host}")
     gateway = [*FORETOKEN, "gateway", f"--upstream=127.0.0.1:{ports['grpc_port']}", f"--host={host}", f"--port={config.port}"]
-    gateway += [f"--metrics-url=http://127.0.0.1:{ports[key]}/metrics" for key in ("metrics_port", "status_port") if ports[key]]
+    metrics_host = "[::1]" if "metrics_port" in values and host == "::" else "127.0.0.1"
+    gateway += [f"--metrics-url=http://{metrics_host}:{ports['metrics_port']}/metrics"]
+    gateway += [f"--metrics-url=http://127.0.0.1:{ports['status_port']}/metrics"] if ports["status_port"] else []
     gateway += ["--served-model-name", *served_names(config, values)]
     gateway += [f"--api-keys={config.api_keys}"] if config.api_keys else []
     gateway += [f"--admin-keys={config.admin_keys}"] if config.admin_keys else []
@@ -257,12 +263,12 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         with writing(target):
             render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
             key = write_key(target)
+        command, environment = server_command(server, config, target, key)
     except (ConfigError, ModelError, LaunchError) as error:
         if lock is not None:
             os.close(lock)
         return refuse(command_line.explain(error))
     warn_of_old_server(server)
-    command, environment = server_command(server, config, target, key)
     added = [f"{name}={environment[name]}" for name in ("PATH", "LD_LIBRARY_PATH") if environment.get(name) != os.environ.get(name)]
     shown = shlex.join(["env", *added, *(part.replace(key, "SECRET") for part in command)])
     if defaults:
@@ -286,8 +292,8 @@ def supervise(
 ) -> int:
     """Runs the server until a signal ends it. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s foretoken: %(message)s", stream=sys.stderr)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key)
+    host, metrics_host = (LOOPBACK.get(at, at) for at in (config.host, config.metrics_host or config.host))
+    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key, metrics_host)
     supervisor = Supervisor(
         command,
         environment,

@@ -12,7 +12,7 @@ from typing import Any
 from backend.config import REPOSITORIES, REPOSITORY
 from backend.disaggregation_config import is_text
 from backend.errors import ConfigError
-from deploy.server import LOCK_FILE, LaunchError
+from deploy.server import LOCK_FILE, LaunchError, keep_no_bytecode
 from deploy.supervision.processes import REGIONS_FILE
 
 KEY_FILE, PASSWORD_FILE = ".key", ".scheduler-password"
@@ -89,6 +89,7 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
                 text = text.replace(ONE_INSTANCE, render_instances(device, num_ranks if source.name in RANKED_MODELS else 1))
             program = (source / "1" / "model.py").read_text("utf-8")
             (version / "model.py").write_text(program.replace(FIND_PROJECT, f"[Path({str(REPOSITORY.parents[1])!r})]"), "utf-8")
+            keep_no_bytecode(version)
         (part / source.name / "config.pbtxt").write_text(text, "utf-8")
         (part / source.name).rename(target / source.name)
     shutil.rmtree(part)

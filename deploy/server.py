@@ -165,9 +165,19 @@ def _lay_out_backend(root: Path, stub: Path) -> Path:
                 fresh.unlink(missing_ok=True)  # of one that was killed: in a container all have the same number
                 fresh.symlink_to(source)
                 fresh.replace(link)  # at once: another server may be starting
+        keep_no_bytecode(target)
     except OSError as error:
         raise LaunchError(f"{target} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder") from None
     return directory
+
+
+def keep_no_bytecode(folder: Path) -> None:
+    """Lets Python keep no bytecode of the modules in a folder: a file is where it would make its own one. Where a disk has no room it keeps half of a
+    module's without a word, and every later start fails on that (EOFError), also when there is room again. Raises OSError."""
+    cache = folder / "__pycache__"
+    if cache.is_dir():
+        shutil.rmtree(cache, ignore_errors=True)  # of an earlier version of this project, whose server may run still
+    cache.touch()
 
 
 def find_libpython(version: str) -> tuple[str, ...]:
@@ -229,13 +239,26 @@ def check_port_numbers(ports: Mapping[str, int]) -> None:
         taken[port] = key
 
 
-def check_ports(ports: Mapping[str, int], host: str) -> None:
-    """Raises LaunchError when a port is one that cannot be, or in use on the address that the server will listen on."""
-    check_port_numbers(ports)
+def resolve_host(host: str) -> tuple[int, str]:
+    """The family and the numbers of the address that a name stands for, or that they are already. Raises LaunchError."""
     try:
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise LaunchError(f"host {host!r:.80} is no address of this machine: {error.strerror}") from None
+    return family, str(address)
+
+
+def triton_addresses(host: str) -> tuple[str, str]:
+    """An address as Triton's HTTP ports and its gRPC port take it. For a name, and for IPv6's numbers alone, the first listen on 255.255.255.255, and
+    for the latter the second says that its port is in use. Raises LaunchError."""
+    family, address = resolve_host(host)
+    return (f"ipv6:{address}", f"[{address}]") if family == socket.AF_INET6 else (address, address)
+
+
+def check_ports(ports: Mapping[str, int], host: str) -> None:
+    """Raises LaunchError when a port is one that cannot be, or in use on the address that the server will listen on."""
+    check_port_numbers(ports)
+    family, address = resolve_host(host)
     for key, port in ports.items():
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,13 +3,19 @@
 # `deploy/setup.sh image` for a container: as serve, and nothing may be left out.
 # Installs nothing outside the project's folder, except Debian's libpython when the stub has none, and for the tests a Chromium, if this user may.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+unset CDPATH # or `cd deploy/..` may end in another folder that has a deploy
+cd -P "$(dirname "$0")/.."
 what=${1:-serve}
 stamp=.venv/.installed-$what
+say() { printf '[setup] %s\n' "$*"; }
+
+# Its scripts name the folder that they were made in: of a copy they would run the other folder's code.
+if [ -e .venv/bin/foretoken ] && [ ! -L .venv ] && ! head -n 2 .venv/bin/foretoken | grep -qF "$PWD/.venv/bin/python"; then
+  say "$PWD/.venv was made elsewhere, and came here by a move or a copy: remove it (make clean), and run this again" >&2
+  exit 1
+fi
 is_done() { [ -e "$stamp" ] && [ ! pyproject.toml -nt "$stamp" ] && [ ! constraints.txt -nt "$stamp" ]; }
 if is_done; then exit 0; fi
-
-say() { printf '[setup] %s\n' "$*"; }
 
 # Two at once, as of `make demo` and `make serve` in two shells, would write over each other's files.
 exec 9<deploy/setup.sh

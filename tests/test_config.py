@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import py_compile
 import re
 import resource
 import shlex
@@ -23,6 +24,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import metadata
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1053,6 +1055,8 @@ def test_weights_are_referenced(tmp_path: Path) -> None:
     wanted = {
         p.relative_to(rendering.REPOSITORY).as_posix() for pattern in ("*/config.pbtxt", "*/1/model.py") for p in rendering.REPOSITORY.glob(pattern)
     }
+    kept_out = {name.replace("model.py", "__pycache__") for name in wanted if name.endswith("model.py")}
+    assert not any(files.pop(name).stat().st_size for name in kept_out), "files, which are no folders of bytecode"
     assert set(files) == wanted >= {"decode/config.pbtxt", "decode/1/model.py", "generate/config.pbtxt", "tokenizer/1/model.py"}
     assert sum(p.stat().st_size for p in files.values()) < 100_000
     assert not any(p.is_symlink() for p in files.values())
@@ -1314,6 +1318,22 @@ def test_server_command() -> None:
     assert not any("--model-control-mode" in part for part in alone) and "--exit-timeout-secs=30" in alone
     config = options.ServeConfig(supervise=False, model_control_mode="explicit")
     assert explicit <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
+
+
+@pytest.mark.parametrize(
+    ("host", "http", "grpc"),
+    [
+        ("::1", "ipv6:::1", r"\[::1]"),
+        ("::", "ipv6:::", r"\[::]"),
+        ("0.0.0.0", "0.0.0.0", "0.0.0.0"),
+        ("localhost", "(ipv6:::1|127.*)", r"(\[::1]|127.*)"),
+    ],
+)
+def test_addresses_as_the_server_takes_them(host: str, http: str, grpc: str) -> None:
+    """It listened on 255.255.255.255 for a name and for IPv6, and its gRPC port was said to be in use."""
+    command = "\n".join(launcher.server_command(server.Server(Path("/t")), options.ServeConfig(host=host), Path("/repo"), "k")[0])
+    assert re.search(f"^--http-address={http}$", command, re.MULTILINE) and re.search(f"^--metrics-address={http}$", command, re.MULTILINE)
+    assert re.search(f"^--grpc-address={grpc}$", command, re.MULTILINE)
 
 
 def test_inputs_are_limited_where_the_server_can() -> None:
@@ -1608,6 +1628,22 @@ def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path
         stub.symlink_to(tmp_path / wrong)
         assert server.find_server() == found
         assert stub.readlink() == right
+
+
+def test_no_half_of_a_modules_bytecode_is_kept(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python keeps one on a disk that is full, and no later start got beyond it (EOFError: marshal data too short), with room on the disk, too."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert main(["serve", "--dry-run"]) == 0
+    modules = [path for path in state.rglob("*.py") if path.name in ("model.py", "triton_python_backend_utils.py")]
+    assert len(modules) >= 2
+    for path in modules:
+        (path.parent / "__pycache__").unlink()
+        kept = Path(py_compile.compile(str(path), doraise=True))
+        kept.write_bytes(kept.read_bytes()[:100])
+    assert main(["serve", "--dry-run"]) == 0
+    for path in state.rglob("*.py"):
+        assert SourceFileLoader(path.stem, str(path)).get_code(path.stem) is not None
+        assert not list(path.parent.rglob("*.pyc"))
 
 
 def test_the_server_may_have_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:

@@ -530,6 +530,7 @@ class TestOtherRoutes:
         assert api.get("/models/", cast_to=object) == api.get("/models", cast_to=object)
         assert listed == model and (model.id, model.object, model.max_model_len, model.has_chat_template) == ("foretoken", "model", 2048, True)
         assert not model.is_bundled and model.template_variables == []
+        assert model.root == "foretoken" and model.parent is None, "vLLM's benchmark reads both names where it is told no model"
         assert model.method == "mtp" and {"mtp", "ngram", "none"} <= set(model.methods) and model.sampling_defaults == {}
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("gpt")
@@ -540,6 +541,8 @@ class TestOtherRoutes:
         assert answer["count"] == len(answer["tokens"]) > 5 and json.loads(ask(address, "/tokenize", {"text": text})[2]) == answer
         assert json.loads(ask(address, "/detokenize", {"tokens": answer["tokens"]})[2])["prompt"] == "<|endoftext|>" + text
         assert answer["max_model_len"] == 2048
+        bare = json.loads(ask(address, "/tokenize", {"prompt": text, "add_special_tokens": False})[2])["tokens"]
+        assert bare == answer["tokens"][1:], "as vLLM's benchmark and evaluation harnesses ask for it"
         messages = [{"role": "user", "content": "é"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
         chat = json.loads(ask(address, "/tokenize", {"messages": messages, "return_token_strs": True})[2])
         assert chat["count"] == len(chat["tokens"]) == len(chat["token_strs"]) > 5
@@ -552,7 +555,7 @@ class TestOtherRoutes:
         assert asked["count"] == json.loads(body)["usage"]["prompt_tokens"] > chat["count"], "as many as a chat with these tools has"
         for bad, message in (
             ({"prompt": "x", "messages": messages}, "one of them only"),
-            ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens may be left out, or true"),
+            ({"messages": messages, "add_special_tokens": True}, "add_special_tokens needs prompt or text"),
             ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt needs messages: text has no template"),
             ({"messages": []}, "messages: List should have at least 1 item"),
             ({"prompt": "x", "tools": tools}, "tools needs messages: text has no template"),
@@ -1189,6 +1192,23 @@ def test_a_port_that_is_taken(tmp_path, capsys):
         assert main(["gateway", "--host=127.0.0.1", f"--port={port}"]) == 1
     assert f"cannot listen on 127.0.0.1, port {port}: [Errno 98]" in (said := capsys.readouterr().err) and "--port" in said
     assert main(["gateway", "--host=256.1.1.1", "--port=0"]) == main(["gateway", "--host=é..x", "--port=0"]) == main(["gateway", "--port=70000"]) == 1
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses_are_those_of_ipv4_too(monkeypatch):
+    """As Triton's gRPC and the supervisor's port have it: a health check on 127.0.0.1 found nobody at `--host ::`."""
+    import uvicorn
+
+    from deploy.cli import main
+
+    def connect(_, sockets):
+        socket.create_connection(("127.0.0.1", sockets[0].getsockname()[1]), timeout=10).close()
+        raise SystemExit(9)
+
+    monkeypatch.setattr(uvicorn.Server, "run", connect)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="9"):
+        main(["gateway", "--host=::", "--port=0"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)

@@ -156,6 +156,17 @@ def test_what_make_started_ends_with_it(root: Path, tmp_path: Path, target: str,
     assert found is not None and wait_until(lambda: not is_running(int(found[1]))) and "server ended" in log()
 
 
+def test_make_uses_no_modules_of_other_projects(root: Path, tmp_path: Path) -> None:
+    """A folder named `client` in PYTHONPATH was imported in the place of this project's."""
+    for name, text in (("deploy/setup.sh", ""), (".venv/bin/foretoken", 'printf "<%s%s>" "$PYTHONPATH" "$PYTHONHOME"')):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONHOME": str(tmp_path)}
+    command = ["make", "--no-print-directory", "-f", str(root / "Makefile"), "demo"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout == "<>"
+
+
 def test_make_serve_takes_a_path_with_spaces(root: Path, tmp_path: Path) -> None:
     for name, text in (("deploy/setup.sh", ""), (".venv/bin/python", 'printf %s "$3"'), (".venv/bin/foretoken", "printf '<%s>' \"$@\"")):
         (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +207,25 @@ def test_setup_makes_a_whole_venv_once(root: Path, tmp_path: Path) -> None:
     with start() as first, start() as second:
         assert (first.wait(60), second.wait(60)) == (0, 0)
     assert (tmp_path / "made").read_text().count("made") == 2 and (tmp_path / ".venv/.installed-serve").exists()
+
+
+def test_setup_works_in_its_own_folder_alone(root: Path, tmp_path: Path) -> None:
+    """CDPATH led it to another one; and of a .venv that was moved or copied the scripts are another folder's."""
+    (script := tmp_path / "own/deploy/setup.sh").parent.mkdir(parents=True)
+    script.write_bytes((root / "deploy/setup.sh").read_bytes())
+    (tmp_path / "other/deploy").mkdir(parents=True)
+    (command := tmp_path / "own/.venv/bin/foretoken").parent.mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.installed-serve"):
+        (tmp_path / "own" / name).touch()
+
+    def run() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CDPATH": str(tmp_path / "other")}
+        return subprocess.run(["bash", "deploy/setup.sh"], cwd=tmp_path / "own", env=environment, capture_output=True, text=True, timeout=60)
+
+    for line, status in ((f"#!{tmp_path}/own/.venv/bin/python3", 0), (f"#!{tmp_path}/other/.venv/bin/python3", 1)):
+        command.write_text(f"{line}\n")
+        done = run()
+        assert (done.returncode, done.stdout) == (status, "") and ("make clean" in done.stderr) == bool(status), done.stderr
 
 
 def test_one_port_for_everything(tmp_path: Path) -> None:

@@ -280,6 +280,20 @@ class TestLocust:
         result = locust("GrpcUser", "--grpc-url=127.0.0.1:1", option)
         assert result.returncode == 1 and "/absent" in result.stderr and "Traceback" not in result.stderr and not result.stdout
 
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (["--processes=2", "--answers=new.json"], "make it by a run of one process"),
+            (["--answers=none.json"], "none.json: there are no answers in it"),
+            (["--num-prompts=0"], "--num-prompts must be at least 1, got 0"),
+        ],
+    )
+    def test_answers_that_would_show_nothing(self, tmp_path, options, said):
+        """The first of several processes that ended wrote its own, which were none: every answer of the next run was right then."""
+        (tmp_path / "none.json").write_text("{}")
+        result = locust("GrpcUser", "--grpc-url=127.0.0.1:1", *(option.replace("answers=", f"answers={tmp_path}/") for option in options))
+        assert result.returncode == 1 and said in result.stderr and not (tmp_path / "new.json").exists()
+
     def test_a_server_that_answers_nothing(self):
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]

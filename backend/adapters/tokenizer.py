@@ -36,7 +36,8 @@ MAX_CHARACTERS = 8_000_000
 MAX_TOKENS = 1_000_000
 PARAMETERS = ("model",)
 INPUTS = ("text_input", "messages", "input_ids")
-BESIDE_MESSAGES = ("tools", "chat_template_kwargs")
+BESIDE = {"tools": "messages", "chat_template_kwargs": "messages", "add_special_tokens": "text_input"}
+"""Inputs that say more of another one: of which."""
 
 
 def _max_characters(folder: Path) -> int:
@@ -48,7 +49,8 @@ def _max_characters(folder: Path) -> int:
 
 
 class TritonPythonModel:
-    """One response per request: the text's token ids, special tokens included; or the tokens' text, whole and each one's bytes."""
+    """One response per request: the text's token ids, with special tokens unless add_special_tokens is false; or the tokens' text, whole and each
+    one's bytes."""
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
@@ -72,18 +74,18 @@ class TritonPythonModel:
             name = read_id(request)
             check_parameters(request)
             values = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
-            beside = {key: values.pop(key) for key in BESIDE_MESSAGES if key in values}
+            beside = {key: values.pop(key) for key in BESIDE if key in values}
             if len(values) != 1:
                 raise RequestError(f"give one of {', '.join(INPUTS)}; got {' and '.join(values) or 'none'}")
-            if beside and "messages" not in values:
-                raise RequestError(f"{next(iter(beside))} is for messages; got {next(iter(values))}")
+            if lone := next((key for key in beside if BESIDE[key] not in values), None):
+                raise RequestError(f"{lone} is for {BESIDE[lone]}; got {next(iter(values))}")
             if "input_ids" in values:
                 return pb_utils.InferenceResponse(self._decode(values["input_ids"]))
             ((name_of_input, texts),) = values.items()
             text = self._read_text(name_of_input, texts)
             if name_of_input == "messages":
                 return pb_utils.InferenceResponse(self._encode_chat(text, beside))
-            return pb_utils.InferenceResponse(self._encode(text))
+            return pb_utils.InferenceResponse(self._encode(text, bool(beside.get("add_special_tokens", [True])[0])))
         except Exception as error:  # whatever it is, it belongs to this request only
             if error_code(error) == "INTERNAL":
                 logger.error("request %r failed", name, exc_info=error)
@@ -102,8 +104,8 @@ class TritonPythonModel:
             raise RequestError(f"{name} has {len(text)} characters; the limit is {self._max_characters}")
         return text
 
-    def _encode(self, text: str) -> list[Any]:
-        return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(text), dtype=np.int32))]
+    def _encode(self, text: str, add_special_tokens: bool) -> list[Any]:
+        return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(text, add_special_tokens), dtype=np.int32))]
 
     def _encode_chat(self, text: str, beside: dict[str, np.ndarray]) -> list[Any]:
         """As the decode model does it: the template writes the special tokens itself."""

@@ -161,7 +161,8 @@ def create_app(settings: Settings) -> FastAPI:
         return {key: found[key] for key in DESCRIBED if key in found}
 
     def describe_model(name: str, more: dict[str, Any]) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "foretoken", **more}
+        # root: where vLLM's benchmark looks for the tokenizer, unless it is told.
+        return {"id": name, "object": "model", "created": created, "owned_by": "foretoken", "root": settings.model_names[0], "parent": None, **more}
 
     @app.get("/version")
     async def show_version() -> dict[str, Any]:

@@ -130,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
     )
     try:  # before anything is served: who started the gateway must learn of it
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, args.port), family=family, backlog=BACKLOG)
+        is_any = host == "::" and socket.has_dualstack_ipv6()  # IPv4's too, as everywhere else
+        listener = socket.create_server((host, args.port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)
     except (OSError, OverflowError, TypeError) as error:  # a port, or a name, that can be none
         message = f"cannot listen on {host}, port {args.port}: {error}; choose another address with --host, --port"
         print(f"foretoken gateway: {message}", file=sys.stderr)

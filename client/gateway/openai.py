@@ -267,7 +267,7 @@ class TokenizeRequest(Templated):
     messages: Messages | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
-    """As decode has it: true for a prompt; a template writes those of messages itself."""
+    """None: as decode has it, true for a prompt; a template writes those of messages itself."""
     return_token_strs: bool = False
 
     @model_validator(mode="before")
@@ -282,15 +282,16 @@ class TokenizeRequest(Templated):
         if self.tools and self.messages is None:
             raise ValueError("tools needs messages: text has no template")
         self.check_is_used(self.messages is not None)
-        if self.add_special_tokens not in (None, self.messages is None):
-            raise ValueError(f"add_special_tokens may be left out, or {str(self.messages is None).lower()}")
+        if self.add_special_tokens and self.messages is not None:
+            raise ValueError("add_special_tokens needs prompt or text: of messages, the chat template writes them")
         return self
 
     def prompt_value(self) -> dict[str, Any]:
         """The prompt as the tokenizer model's input."""
         if self.messages is not None:
             return write_chat(self.messages, self.tools, self.variables)
-        return {"text_input": self.text if self.prompt is None else self.prompt}
+        value: dict[str, Any] = {"text_input": self.text if self.prompt is None else self.prompt}
+        return value if self.add_special_tokens is None else {**value, "add_special_tokens": self.add_special_tokens}
 
     def server_names(self) -> dict[str, str]:
         """What of it the tokenizer model calls otherwise."""

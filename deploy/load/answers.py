@@ -44,7 +44,11 @@ class Answers:
 
     @classmethod
     def read(cls, path: Path) -> Answers:
-        return cls(json.loads(path.read_text("utf-8")))
+        """Raises OSError, and ValueError for a file with no answers: all would be the same as those."""
+        texts = json.loads(path.read_text("utf-8"))
+        if not isinstance(texts, dict) or not texts:
+            raise ValueError("there are no answers in it")
+        return cls(texts)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.texts, indent=1) + "\n", "utf-8")

@@ -25,7 +25,7 @@ import requests
 from locust import LoadTestShape, User, constant, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
-from locust.runners import WorkerRunner
+from locust.runners import MasterRunner, WorkerRunner
 
 from client import Client, GenerateError
 from client.bench.dataset import DatasetError, Prompt, read_prompts
@@ -72,6 +72,9 @@ class Task:
 def prepare(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
     assert options is not None
+    for option, number in (("--num-prompts", options.num_prompts), ("--output-len", options.output_len)):
+        if number < 1:
+            sys.exit(f"{option} must be at least 1, got {number}")
     paths = [Path(p) for p in options.dataset_path] or list(list_heldout().values())
     try:  # what is wrong is said before the load, not after it
         prompts = read_prompts(paths, options.num_prompts, (200, 1600), (options.output_len, options.output_len), seed=0)
@@ -84,6 +87,8 @@ def prepare(environment: Environment, **_: Any) -> None:
             Task.answers = Answers.read(Path(options.answers))
         except (OSError, ValueError) as error:
             sys.exit(f"--answers {options.answers}: {error}")
+    elif options.answers and isinstance(environment.runner, (MasterRunner, WorkerRunner)):
+        sys.exit(f"--answers {options.answers}: there is no such file, and of several processes none has them all: make it by a run of one process")
     elif options.answers and not os.access(Path(options.answers).parent, os.W_OK):
         sys.exit(f"--answers {options.answers}: cannot be written")
 
@@ -91,7 +96,7 @@ def prepare(environment: Environment, **_: Any) -> None:
 @events.test_stop.add_listener
 def keep_answers(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
-    if options is not None and options.answers and not Path(options.answers).is_file():
+    if options is not None and options.answers and Task.answers.texts and not Path(options.answers).is_file():
         Task.answers.write(Path(options.answers))
 
 

@@ -69,10 +69,13 @@ class ServerApi:
     grpc_port: int
     metrics_port: int
     key: str
+    metrics_host: str | None = None
+    """Of the metrics port; None: as the others'."""
 
     def ask(self, port: int, path: str, body: object = None) -> http.client.HTTPConnection:
         """Sends a request; its answer can be read from the connection. Raises OSError."""
-        connection = http.client.HTTPConnection(self.host, port, timeout=CONNECT_SECONDS)
+        host = self.metrics_host or self.host if port == self.metrics_port else self.host
+        connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
         return connection
 
@@ -84,8 +87,9 @@ class ServerApi:
         import tritonclient.grpc as triton_grpc
         from tritonclient.utils import InferenceServerException
 
+        host = f"[{self.host}]" if ":" in self.host else self.host
         try:
-            with triton_grpc.InferenceServerClient(f"{self.host}:{self.grpc_port}", channel_args=CHANNEL_OPTIONS) as client:
+            with triton_grpc.InferenceServerClient(f"{host}:{self.grpc_port}", channel_args=CHANNEL_OPTIONS) as client:
                 client.load_model(model, headers={f"triton-grpc-protocol-{KEY_HEADER}": self.key})
         except InferenceServerException as error:
             return str(error)
