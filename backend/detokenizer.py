@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 MAX_TOKEN_ID = 2**32 - 1
 """The library has no larger ones, and raises for negative ones."""
 
+WRITTEN_AS = {"[THINK]": "<think>", "[/THINK]": "</think>"}
+"""Special tokens that are text all the same, and how that is written: marks of what is thought (Mistral's Magistral, Ministral 3), as others write
+theirs, so that clients tell thoughts from answers by one rule."""
+
 Piece = str | int | bytes
 """One token as its decoder reads it: text; a byte (of byte fallback); or bytes (of a byte-level vocabulary)."""
 
@@ -74,7 +78,8 @@ class Decoding:
         self.make_strip: Callable[[], Strip] | None = None
         self.is_streamed = True
         """False for decoders whose text is not certain before the last token: all of it comes at the end."""
-        self._special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special and token.content not in kept}
+        special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+        self._special, self._written = special.difference(kept), {token: WRITTEN_AS[token] for token in special.intersection(WRITTEN_AS)}
         self._token_maps: list[Callable[[str], str]] = []
         self._to_piece: Callable[[str], Piece] = str
         self.pieces: dict[int, Piece | None] = {}
@@ -140,9 +145,12 @@ class Decoding:
         except KeyError:
             pass
         token = self.inner.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
-        if token is None or token in self._special:
-            if token is None:
-                return None  # and is not kept: there is no end of unknown ids
+        if token is None:
+            return None  # and is not kept: there is no end of unknown ids
+        piece: Piece | None
+        if token in self._written:
+            piece = self._to_piece(self._written[token])
+        elif token in self._special:
             piece = None
         else:
             for token_map in self._token_maps:

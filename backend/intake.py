@@ -119,16 +119,22 @@ class Intake:
         self, prompt: Prompt, token_ids: Sequence[int], text: str, tools: Tools | None, template_variables: Mapping[str, Any] | None
     ) -> int:
         """Whether the answer to a prompt begins with thoughts, by `grammar.thinking`: it does, it may, or it does not."""
-        bare = (text or self._tokenizer.decode(token_ids[-MAX_MARK_TOKENS:], skip_special_tokens=False)).rstrip()
+        bare = self._write_marks(text or self._tokenizer.decode(token_ids[-MAX_MARK_TOKENS:], skip_special_tokens=False)).rstrip()
         if bare.endswith(THINK):
             return THINKING
         own, is_chat = template_variables or {}, bool(text) and not isinstance(prompt, str)
         if is_chat and own.get(CONTINUE_FINAL_MESSAGE) is True:
             return THINKING if _is_thinking(prompt[-1]["content"]) else FORM  # type: ignore[index, call-overload]
-        template = (self._tokenizer.chat_template if tools is None else self._tokenizer.tool_template) or ""
+        template = self._write_marks((self._tokenizer.chat_template if tools is None else self._tokenizer.tool_template) or "")
         is_off = any(own.get(name) is False for name in ("enable_thinking", "thinking"))
         # A template that says nothing of thoughts is of a model that has none; one that closes them at the prompt's end has switched them off.
         return MAY_THINK if is_chat and THOUGHT in template and not (is_off or bare.endswith(THOUGHT)) else FORM
+
+    def _write_marks(self, text: str) -> str:
+        """With the marks of thoughts as answers have them."""
+        for mark, written in self._tokenizer.thought_marks.items():
+            text = text.replace(mark, written)
+        return text
 
     def compile(self, asked: StructuredOutputs | None, params: SamplingParams, tools: Tools | None = None, state: int = FORM) -> Matcher | None:
         """asked: the request's own, or with what its tools ask; tools: these, to be named in errors; state: of `grammar.thinking`, before the form.

@@ -15,6 +15,7 @@ import tokenizers
 from backend.chat_template import MAX_CHARACTERS, ChatTemplate
 from backend.detokenizer import (
     MAX_TOKEN_ID,
+    WRITTEN_AS,
     Decoding,
     Detokenizer,
     byte_of,
@@ -130,6 +131,11 @@ class Tokenizer:
         added = self.inner.get_added_tokens_decoder().items()
         return {token.content: i for i, token in added if token.special or (token.content.startswith("<") and token.content.endswith(">"))}
 
+    @functools.cached_property
+    def thought_marks(self) -> dict[str, str]:
+        """Of special tokens that mark what is thought and are written otherwise: how, by their text."""
+        return {text: written for text, written in WRITTEN_AS.items() if text in self.special_ids}
+
     @property
     def end_id(self) -> int | None:
         """Of the token that its settings call eos_token."""
@@ -152,7 +158,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _special_tokens(self) -> dict[int, bytes]:
-        return {i: token.content.encode() for i, token in self.inner.get_added_tokens_decoder().items()}
+        added = self.inner.get_added_tokens_decoder().items()
+        return {i: (WRITTEN_AS.get(token.content, token.content) if token.special else token.content).encode() for i, token in added}
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:

@@ -8,13 +8,15 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.grammar.thinking import FORM, MAY_THINK, THINKING, Thoughts
 from backend.intake import Intake
 from backend.sampling_params import SamplingParams
-from backend.text import Tokenizer
+from backend.text import TextStream, Tokenizer
 from backend.thought import ThoughtCount
 from client.gateway.tool_calls import AnswerParser
 from deploy.demo import running_gateway
@@ -91,6 +93,33 @@ def test_thoughts_that_a_final_message_leaves_open_go_on():
         messages = [{"role": "user", "content": "<think>"}, {"role": "assistant", "content": said}]
         (request,) = intake.make(messages, SamplingParams(max_tokens=1), "own", template_variables={"continue_final_message": True})
         assert request.begins_thinking == is_open, said
+
+
+def test_marks_that_are_special_tokens(tmp_path):
+    """Mistral's: what they mark would else run into the answer."""
+    inner = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    inner.add_special_tokens(["[THINK]", "[/THINK]", "[OTHER]"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[-1].content }}{# [THINK] ... [/THINK] #}"}))
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode("[THINK]x = 1[OTHER][/THINK]yes", add_special_tokens=False)
+    for is_exact in (False, True):
+        stream = TextStream(tokenizer, skip_special_tokens=not is_exact)
+        text = "".join([stream.append(token_id)[0] for token_id in ids]) + stream.flush()
+        assert text == f"<think>x = 1{'[OTHER]' * is_exact}</think>yes"
+        assert is_exact != (text.encode() != b"".join(map(tokenizer.token_bytes, ids)))
+    count = ThoughtCount(tokenizer, begins_thinking=False)
+    for token_id in ids:
+        if not count.is_over:
+            count.push(token_id)
+    assert tokenizer.decode(ids[: count.num_tokens], skip_special_tokens=False).endswith("[/THINK]")
+    thoughts = Thoughts(tokenizer, 200, inner.get_vocab_size(), [])
+    begin, end = (inner.token_to_id(mark) for mark in ("[THINK]", "[/THINK]"))
+    assert thoughts.follow(MAY_THINK, begin) == THINKING and thoughts.follow(THINKING, end) == FORM
+    intake = Intake(EngineConfig(), tokenizer, 2048, inner.get_vocab_size(), frozenset())
+    chat, params = [{"role": "user", "content": "x[THINK]"}], SamplingParams()
+    assert intake.make(chat, params, "a")[0].begins_thinking and intake.make(ids[:1], params, "b")[0].begins_thinking
+    assert not intake.make(ids, params, "c")[0].begins_thinking
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Thoughts:
 
         The end of text is not among what may be thought: it comes where the text is whole."""
         self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
-        vocabulary = tokenizer.inner.get_vocab()
+        vocabulary = {tokenizer.thought_marks.get(token, token): i for token, i in tokenizer.inner.get_vocab().items()}
         self.begin_id: int | None = None if vocabulary.get(THINK, vocab_size) >= vocab_size else vocabulary[THINK]
         """Models that begin to think by themselves have a token for that."""
         self._break_ids = {i for token, i in vocabulary.items() if token in ("\n", "\n\n", "\u010a", "\u010a\u010a", "<0x0A>")}
