@@ -324,6 +324,16 @@ def test_what_the_hosts_lookups_bring_is_not_the_steps_own() -> None:
     assert all(means.lookup < 2 and means.host > 7 for means in simulation.budget._means.values())
 
 
+def test_lookups_of_the_host_are_asked_soon_where_they_are_waited_for() -> None:
+    budget = DraftBudget(lambda request: Ability("mtp", STEPS, "ngram", has_host=True, may_wait=request.request_id == "a"), is_exact=False)
+    requests = [Request(name, [1, 2], SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS)) for name in "ab"]
+    found = []
+    for chosen in (budget._limits.chosen, Choice(TOP, True), Choice(TOP, False, waits=True)):
+        budget._limits.chosen = chosen
+        found.append([budget.asks_soon(request) for request in requests])
+    assert found == [[True, True], [False, True], [True, True]], "before anything is chosen; of one that always waits for them"
+
+
 @pytest.mark.parametrize("advance", [1, 12])
 def test_what_is_watched_counts_for_the_steps_that_it_would_take(advance: int) -> None:
     """Of 24 tokens 12 are copied and 12 new: a lookup takes 13 steps for them, 1.85 tokens each, however many whoever drafts instead takes. By places

@@ -286,6 +286,22 @@ def test_nothing_is_drafted_until_the_prompt_is_in(make: Make, by_hand: None, mo
     assert drafter.lookup(request, [], 16) == [13, 14, 15]
 
 
+def test_a_prompt_that_is_not_asked_for_soon_goes_in_when_it_is(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody waits for its drafts the thread would take the interpreter from the engine's for nothing. Answers are kept all the same."""
+    monkeypatch.setattr(suffix, "SLICE_TOKENS", 16)
+    drafter = make()
+    request, other = request_of(PROMPT), request_of(PROMPT)
+    for own in (request, other):
+        drafter.start(own, is_soon=False)
+        own.token_ids += [10, 11, 12]
+    assert drafter.is_idle
+    assert drafter.lookup(request, [], 16) == [] and work_off(drafter) == 3
+    assert drafter.lookup(request, [], 16) == [13, 14, 15]
+    drafter.stop(other)
+    assert work_off(drafter) == 2, "its index, which has nothing, and its answer"
+    assert drafter.num_cached_tokens == 6
+
+
 def test_a_long_backlog_goes_to_the_thread(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix, "SLICE_TOKENS", 16)
     drafter = make()
