@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from backend.budget.costs import CostClass, StepCosts
-from backend.budget.forecast import Kind
-from backend.budget.known import Ability, Own, as_promise
+from backend.budget.known import Ability, Group, Own, as_promise, group_of
 from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every, often_of
-from backend.budget.limits import MIN_ALIKE, Group, Limits
+from backend.budget.limits import MIN_ALIKE, Limits
 from backend.budget.observing import Observing, StepSeen
 from backend.budget.padded import PaddedTimes
 from backend.budget.preference import Preference
@@ -31,9 +30,6 @@ from backend.budget.survival import Survival
 from backend.budget.trials import Trials
 from backend.core import NEVER, Branches, Chain, Request
 
-UNPACED = ("topp",)
-"""Strategies that accept whatever is likely: how many drafts they have decides how often the drafter's taste wins over the target's, so
-that it must not follow the load."""
 TRY_EVERY = 32
 """Steps of a request between trials of a lookup that hardly matches, and of the model alone."""
 NOTHING = float("-inf")
@@ -79,14 +75,10 @@ class DraftBudget:
     def _of(self, request: Request) -> Own:
         own = self._own.get(request.request_id)
         if own is None:
-            ability, speculation = self._describe(request), request.speculation
-            kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
-            is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED
-            has_others, may_wait = bool(ability.lookup) or ability.has_host, ability.may_wait
-            # Where a tree's drafts are not known it is whole or not at all: what fewer would bring nobody has seen.
-            num_wanted = speculation.num_speculative_tokens if self._is_exact or not speculation.num_nodes else 1
-            group = Group(kind, num_wanted, ability.num_model, has_others, is_paced, may_wait, speculation.num_nodes)
-            own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(common := self._means[kind]), common, group)
+            ability = self._describe(request)
+            group = group_of(request.speculation, ability, is_exact=self._is_exact)
+            common = self._means[group.kind]
+            own = self._own[request.request_id] = Own(ability, group.kind, group.is_paced, replace(common), common, group)
         return own
 
     def stop(self, request: Request) -> None:
@@ -168,8 +160,10 @@ class DraftBudget:
     def pick(self, request: Request, chains: Sequence[Chain]) -> int:
         """The one of several drafts of a request that promises most. chains: the first one is the model's, with what may be judged of it."""
         own = self._of(request)
-        if not self._is_exact and own.is_paced and (found := [n for n, chain in enumerate(chains) if chain])[1:] == []:
-            return found[0] if found else 0  # there is nothing to weigh
+        if not self._is_exact and own.is_paced:
+            found = [number for number, chain in enumerate(chains) if chain]
+            if len(found) < 2:
+                return found[0] if found else 0  # there is nothing to weigh
         survivals = [self._survival.survivals(request.request_id, chain) for chain in chains]
         worth = [self._prices.worth(one) if one else NOTHING for one in survivals]
         best = max(range(len(worth)), key=lambda number: worth[number])
@@ -266,9 +260,7 @@ class DraftBudget:
         own = self._of(request)
         count = own.ability.num_model
         if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
-            if not (self._is_exact or self._applied_model):
-                count = 0  # for nobody
-            elif not self._is_exact or request.num_steps_ahead:
+            if not self._is_exact or request.num_steps_ahead:
                 count = min(count, self._limit(request, own)) if self._asks_all(request) else 0
             elif request.request_id not in self._trials.explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from backend.budget.forecast import Kind
-from backend.core import Chain
+from backend.core import Chain, Speculation
 
-if TYPE_CHECKING:
-    from backend.budget.limits import Group
-
+UNPACED = ("topp",)
+"""Strategies that accept whatever is likely: how many drafts they have decides how often the drafter's taste wins over the target's, so
+that it must not follow the load."""
 PRIOR_VALUE = 1.5
 """Before anything is measured: drafts that are right in a step."""
 MAX_PENDING = 16
@@ -73,6 +73,40 @@ class Beside(NamedTuple):
 NO_LOOKUPS = Beside()
 
 
+class Group(NamedTuple):
+    """Requests of a step that are alike."""
+
+    kind: Kind
+    num_wanted: int
+    """Most drafts that they want."""
+    num_model: int
+    """Those that the model drafter makes for them at most."""
+    has_others: bool
+    """Lookups draft for them as well."""
+    is_paced: bool
+    """The limit holds for them."""
+    may_wait: bool = False
+    """Lookups of the host would join, if they waited."""
+    num_nodes: int = 0
+    """Of their tree, which is one draft that is wanted: it is verified whole, or not at all. 0: they have chains."""
+
+
+def group_of(speculation: Speculation, ability: Ability, *, is_exact: bool) -> Group:
+    """is_exact: a step computes as many rows as it has tokens."""
+    kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
+    is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED
+    # Where a tree's drafts are not known it is whole or not at all: what fewer would bring nobody has seen.
+    num_wanted = speculation.num_speculative_tokens if is_exact or not speculation.num_nodes else 1
+    has_others = bool(ability.lookup) or ability.has_host
+    return Group(kind, num_wanted, ability.num_model, has_others, is_paced, ability.may_wait, speculation.num_nodes)
+
+
+def share_of(num_tokens: float, right: float) -> float:
+    """Steps of a drafter that one step of another speaks for: the text of the step, num_tokens, by what its own step would bring there, with so many
+    drafts right. Else text that it is good at, which it would pass in few steps, would count as often as others take steps through it."""
+    return num_tokens / (1 + right)
+
+
 class Watched(NamedTuple):
     """Drafts that were not verified, whose text is not all there yet."""
 
@@ -96,9 +130,7 @@ class Settled(NamedTuple):
     """Leading ones that were right."""
     is_step: bool
     share: float
-    """Steps that they speak for, each of which brings as much as they would have: those that the text of one step takes with them. Where drafts would
-    have brought a dozen tokens, and a step brought one, the next eleven steps would have been spared; were each of the twelve places counted as a
-    step, text that they are good at would count twelvefold, and so would what they are good for."""
+    """See `share_of`."""
 
 
 @dataclass(slots=True)
@@ -142,7 +174,7 @@ class Own:
             if right == room and (right < len(own.token_ids) or not room):
                 waiting.append(own._replace(pace=pace))  # all right so far
             else:
-                settled.append(Settled(own.chain, right, own.is_step, pace / (1 + right)))
+                settled.append(Settled(own.chain, right, own.is_step, share_of(pace, right)))
         self.pending = waiting
         return settled
 

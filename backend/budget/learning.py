@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from backend.budget.forecast import Forecast, Kind, asking
-from backend.budget.known import MAX_SCORE, Means, Own, Settled
+from backend.budget.known import MAX_SCORE, Means, Own, Settled, share_of
 from backend.budget.limits import FEW
 from backend.budget.padded import PaddedStep
 from backend.budget.prices import SMOOTHING, Prices
@@ -80,7 +80,7 @@ class Learning:
         elif not chain or chain[0].source == own.ability.lookup:  # where others are in its place, what it would have brought is watched
             count = next((number for number, evidence in enumerate(chain) if evidence.source != own.ability.lookup), len(chain))
             right = min(num_accepted, count)
-            self._note_lookup(own, count, right, often * (1 + num_accepted) / (1 + right))
+            self._note_lookup(own, count, right, often * share_of(1 + num_accepted, right))
 
     def _shares(self, own: Own, often: float = 1.0) -> tuple[tuple[Means, float], ...]:
         """Of a step like so many in the means of a request and of all like it."""
@@ -113,7 +113,7 @@ class Learning:
         if is_asked:
             count = request.speculation.num_speculative_tokens
             chances, right = self._survival.of_match(request.request_id, own.ability.lookup, matched, count)
-            weight *= (1 + num_accepted) / (1 + right)  # as `Settled.share`
+            weight *= share_of(1 + num_accepted, right)
             self._forecast.add_expected(asking(own.kind, False), count, chances, weight)
         for means, share in self._shares(own, weight):
             means.note_lookup(right, share)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from backend.budget.costs import StepCosts
-from backend.budget.forecast import Forecast, Kind, asking
-from backend.budget.known import Own
+from backend.budget.forecast import Forecast, asking
+from backend.budget.known import Group, Own
 from backend.budget.padded import PaddedTimes
 
 FAR_EVERY = 8
@@ -49,24 +49,6 @@ class Choice(NamedTuple):
 
 UNDRAFTED = Choice(0, True)
 """No drafts."""
-
-
-class Group(NamedTuple):
-    """Requests of a step that are alike."""
-
-    kind: Kind
-    num_wanted: int
-    """Most drafts that they want."""
-    num_model: int
-    """Those that the model drafter makes for them at most."""
-    has_others: bool
-    """Lookups draft for them as well."""
-    is_paced: bool
-    """The limit holds for them."""
-    may_wait: bool = False
-    """Lookups of the host would join, if they waited."""
-    num_nodes: int = 0
-    """Of their tree, which is one draft that is wanted: it is verified whole, or not at all. 0: they have chains."""
 
 
 def _levels(top: int, is_padded: bool) -> list[int]:
