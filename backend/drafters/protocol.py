@@ -62,6 +62,8 @@ class DrafterRows:
     """The same of the tokens before these; any slot before a first token."""
     plan: ops.Plan | None
     """None: the drafter has no attention."""
+    whole_plan: ops.Plan | None = None
+    """Of layers where a row of a block sees all of its request's; plan: of those where it sees the rows before it."""
 
 
 class BlockPass(Protocol):
@@ -71,12 +73,17 @@ class BlockPass(Protocol):
     """The token of all rows but one that begins with the newest token."""
     first: int
     """Where a request's rows begin: 0: at its newest token; 1: after it."""
-    is_causal: bool
-    """A row sees the rows before it; else all of its request's."""
+    causalities: frozenset[bool]
+    """True: it has layers where a row sees the rows before it; False: where it sees all of its request's."""
 
     @property
     def block_heads(self) -> ops.Heads:
         """Of its attention."""
+        ...
+
+    @property
+    def block_kinds(self) -> AttentionKinds:
+        """Of the same."""
         ...
 
     def count_rows(self, num_drafts: int) -> int:

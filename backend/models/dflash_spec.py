@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, refuse_windows, settle_layout
+from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, read_windows, settle_layout
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import LAYER_TYPES, AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
@@ -23,8 +23,10 @@ PROJECTORS = ("dflash", "dspark")
 """SpecForge's names of the heads that are served."""
 HEADS = ("markov_head.", "markov_w1.", "prefix_gru.", "embed_proj.", "logit_head.")
 """Weights of what looks at the tokens before a draft (DSpark's, also Model-Optimizer's, Domino's, either in SpecForge's older files) begin so."""
-UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias", "use_gemma_norm")
-"""What later variants have, windows, sinks, and norms' weights counted from 1, none of which is served; false, null and 0 say that there is none."""
+UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "attention_sink_bias", "use_gemma_norm")
+"""What later variants have, sinks, and norms' weights counted from 1, none of which is served; false, null and 0 say that there is none."""
+MAX_WINDOW = 2**24
+NO_BLOCKS = "windows of rows that see all of a block are served of speculators' drafters alone (sliding_window_non_causal)"
 FACTORS = ("attention_value_scale", "input_embedding_scale")
 """Of values and of embeddings (MiMo's, DFlash2's): 1 changes nothing."""
 
@@ -54,6 +56,16 @@ class MarkovSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """What the rows of a block see in a layer."""
+
+    is_causal: bool
+    """The rows before their own; else all of the block's."""
+    window: int | None
+    """Causal rows: tokens that each sees, itself with them. Others: tokens before the block that all of its rows see. None: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class DflashSpec:
     """Layers of Qwen 3 whose keys and values are made of the target's states, and of a block of mask tokens."""
 
@@ -79,13 +91,23 @@ class DflashSpec:
     max_drafts: int
     is_anchor_sampled: bool
     """The newest token's row makes the first draft; else that of the first mask."""
-    is_causal: bool
+    views: tuple[View, ...]
+    """Of each layer."""
     markov: MarkovSpec | None
     confidence: int | None
     """Numbers that the confidence head looks at; None: there is no such head."""
     confidence_name: str
     """Of its weight and bias."""
     logit_scale: float = 1.0
+
+    def bound_layers(self, num_rows: int) -> list[LayerSpec]:
+        """The layers, with their windows as attention is asked over a block of so many rows: those that see all of it see what its last one does."""
+        bound = []
+        for layer, view in zip(self.layers, self.views, strict=True):
+            assert isinstance(layer.attention, AttentionSpec)
+            window = view.window if view.window is None or view.is_causal else view.window + num_rows
+            bound.append(dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=window)))
+        return bound
 
     def list_weights(self, weights: WeightList) -> None:
         weights.add(self.fc)
@@ -130,7 +152,6 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         return section if section.has(key) else values
 
     read_layer_types(values, [LAYER_TYPES[0]] * read_num_layers(values))
-    refuse_windows(values)
     hidden, prefix = values.integer("hidden_size", 2**17), "model." if has_part("model.fc", names) else ""
     vocab_size = values.integer("vocab_size", 2**22)
     target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
@@ -170,6 +191,7 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         tapped_layers=tapped,
         fc=Projection(f"{prefix}fc", hidden, len(tapped) * target_hidden),
         layers=tuple(_layer(values, f"{prefix}layers.{i}") for i in range(read_num_layers(values))),
+        views=tuple(_read_views(values, place, is_speculators=is_speculators)),
         embedding=f"{prefix}embed_tokens",
         head="lm_head",
         hidden_norm=f"{prefix}hidden_norm.weight",
@@ -177,7 +199,6 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         mask_token_id=_read_mask_token(place, vocab_size),
         max_drafts=block if is_anchor_sampled else block - 1,
         is_anchor_sampled=is_anchor_sampled,
-        is_causal=place("causal").flag("causal", default=values.flag("is_causal")),
         markov=markov,
         confidence=confidence,
         confidence_name="confidence_proj" if is_bare else "confidence_head.proj",
@@ -189,6 +210,28 @@ def _layer(values: Values, prefix: str) -> LayerSpec:
     layer = qwen3_layer(values, prefix)
     assert isinstance(layer.attention, AttentionSpec)
     return dataclasses.replace(layer, attention=settle_layout(values, layer.attention))
+
+
+def _read_views(values: Values, place: Place, *, is_speculators: bool) -> list[View]:
+    """Of each layer. Layers with windows see as a decoder's do, the others all of the block, unless the file says what all of them do.
+
+    That is what SpecForge's masks have in training, and vLLM and SGLang after it. Speculators' layers with windows may see all of a block; its masks
+    then begin as many tokens before the block for each row. They do so of causal rows, too, for which vLLM has the plain window, and so has this.
+    """
+    own = place("swa_window_size")
+    window = own.integer("swa_window_size", MAX_WINDOW) if own.has("swa_window_size") else None
+    windows, swa = read_windows(values, window), place("use_swa")
+    part, key = (place("causal"), "causal") if place("causal").has("causal") else (values, "is_causal")
+    if swa.flag("use_swa") and not any(windows):
+        if not part.flag(key):
+            raise swa.refuse("use_swa", f"left out where causal is not true: {NO_BLOCKS}")
+        windows = [values.integer("sliding_window", MAX_WINDOW) if window is None else window] * len(windows)
+    if part.has(key):
+        if not part.flag(key) and any(windows):
+            raise part.refuse(key, f"true, or left out, where layers have windows: {NO_BLOCKS}")
+        return [View(part.flag(key), own_window) for own_window in windows]
+    is_open = is_speculators and values.flag("sliding_window_non_causal")
+    return [View(own_window is not None and not is_open, own_window) for own_window in windows]
 
 
 def _read_mask_token(place: Place, vocab_size: int) -> int:

@@ -23,8 +23,8 @@ class BlockForward:
         self._max_model_len, self._dtype = max_model_len, dtype
         self.varies = block.count_rows(1) != block.count_rows(2)
         """How many rows a block has goes by the drafts that a step makes."""
-        self._plans: dict[tuple[int, int], ops.StepAttention] = {}
-        """On a GPU by batch and rows: graphs hold the addresses of what they read."""
+        self._plans: dict[tuple[int, int, bool], ops.StepAttention] = {}
+        """On a GPU by batch, rows, and whether these see those before them alone: graphs hold the addresses of what they read."""
 
     def run(
         self,
@@ -45,16 +45,17 @@ class BlockForward:
         token_ids = torch.full((batch, count), block.mask_token_id, dtype=torch.long, device=fields.device)
         if block.first == 0:
             token_ids[:, 0] = newest
-        plan = self._plan(fields[INDEX], ends, count, sizes)
+        plans = {is_causal: self._plan(fields[INDEX], ends, count, sizes, is_causal=is_causal) for is_causal in block.causalities}
         token_ids, positions, slots = token_ids.flatten(), positions.flatten(), slots.flatten()
         # Nothing is kept of these rows, so they need no slots for states.
-        return block.compute(DrafterRows(token_ids, positions, slots, slots, slots, plan), states, num_drafts)
+        rows = DrafterRows(token_ids, positions, slots, slots, slots, plans.get(True), plans.get(False))
+        return block.compute(rows, states, num_drafts)
 
-    def attention_sizes(self, num_drafts: int) -> tuple[int, int]:
+    def attention_sizes(self, num_drafts: int) -> set[tuple[int, int]]:
         """Most queries of a row of the block's attention, and rows of a request. Causal rows are a request's last ones; where each sees all of them,
         each is one that asks alone."""
         count = self._block.count_rows(num_drafts)
-        return (self._widen(count), 1) if self._block.is_causal else (1, count)
+        return {(self._widen(count), 1) if is_causal else (1, count) for is_causal in self._block.causalities}
 
     def _widen(self, count: int) -> int:
         """Most queries of rows that are no more: of what kernels are compiled for, as a request may choose how many drafts it has."""
@@ -85,17 +86,17 @@ class BlockForward:
         ends = (begins + count).clamp_(min=count, max=self._max_model_len)
         return places.clamp_(max=self._max_model_len - 1), slots, ends.int()
 
-    def _plan(self, indices: torch.Tensor, ends: torch.Tensor, count: int, sizes: StepSizes) -> ops.StepAttention:
+    def _plan(self, indices: torch.Tensor, ends: torch.Tensor, count: int, sizes: StepSizes, *, is_causal: bool) -> ops.StepAttention:
         """Of rows that see all of a block each is at the end of them all."""
-        block, device, key = self._block, ends.device, (len(ends), count)
-        if not block.is_causal:
+        block, device, key = self._block, ends.device, (len(ends), count, is_causal)
+        if not is_causal:
             ends, indices = ends.repeat_interleave(count), indices.repeat_interleave(count)
         plan = self._plans.get(key)
         if plan is not None:
             plan.seq_lens.copy_(ends)
             plan.request_indices.copy_(indices)
         else:
-            width = count if block.is_causal else 1
+            width = count if is_causal else 1
             plan = ops.StepAttention(
                 cu_query_lens=torch.arange(0, width * len(ends) + 1, width, dtype=torch.int32, device=device),
                 seq_lens=ends,

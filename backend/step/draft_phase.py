@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from backend.drafters.protocol import DrafterRows, StepDrafter
+from backend.models.decoder_layer import AttentionKinds
 from backend.speculative_config import SpeculativeConfig
 from backend.step.attending import Attending
 from backend.step.block import BlockForward
@@ -61,8 +62,13 @@ class DraftPhase:
         """Of blocks of so many drafts: heads, queries of a row, and rows of a request."""
         if self._drafter is None or self._block is None or self._drafter.block is None:
             return []
-        sizes = sorted({self._block.attention_sizes(count) for count in counts if count})
+        sizes = sorted({own for count in counts if count for own in self._block.attention_sizes(count)})
         return [(self._drafter.block.block_heads, width, rows) for width, rows in sizes if width and rows]
+
+    @property
+    def block_kinds(self) -> AttentionKinds:
+        """Windows and caps of scores that layers of blocks have."""
+        return frozenset() if self._drafter is None or self._drafter.block is None else self._drafter.block.block_kinds
 
     @property
     def most_at_once(self) -> int:
