@@ -412,7 +412,18 @@ def test_what_attention_is_compiled_for(drafter: tuple[Drafter, Path], expected:
     assert (sizes[0], 3 * sizes[1]) in asked and all(width == sizes[0] for width, _ in asked)
 
 
-@pytest.mark.parametrize("drafter", [KINDS[2]], ids=str, indirect=True)
+@pytest.mark.parametrize(("number", "window"), [(0, 7), (8, 5 + 1 + NUM_DRAFTS)], ids=lambda value: str(value))
+def test_what_attention_with_windows_is_compiled_for(number: int, window: int, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """Of layers that see a block in two ways both, with every window that steps ask for."""
+    kind = WINDOWED[number]
+    save_drafter(kind, make_weights(kind), tmp_path / "drafter")
+    drafting = serve(target[1], method=kind.method, model=str(tmp_path / "drafter")).engine.worker.program.drafting
+    causal, whole = (NUM_DRAFTS + 1, 1), (1, NUM_DRAFTS + 1)
+    assert [tuple(sizes) for _, *sizes in drafting.block_attention([0, NUM_DRAFTS])] == ([whole, causal] if kind.are_windows_causal else [whole])
+    assert drafting.block_kinds == {(window, None)}
+
+
+@pytest.mark.parametrize("drafter", [KINDS[2], WINDOWED[0]], ids=str, indirect=True)
 def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     """Drafts after a prompt in chunks, and after one whose beginning a request without drafts has computed. It looks at the last layer's output."""
     own, folder = drafter
@@ -431,7 +442,7 @@ def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], 
     assert llm.engine.scheduler.num_cached_tokens >= 24
 
 
-@pytest.mark.parametrize("drafter", KINDS[:2], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [*KINDS[:2], WINDOWED[0], WINDOWED[8]], ids=str, indirect=True)
 def test_pages_that_hold_no_block(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     """Pages are as many as the request has tokens: near its end no draft is made, and none of rows that have no place."""
     own, folder = drafter
