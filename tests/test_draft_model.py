@@ -81,8 +81,8 @@ def test_masks_attend_by_kernels_that_are_compiled(target: Path, tmp_path: Path)
     assert block is not None
     plan = block._plan
 
-    def watched_plan(*arguments: Any) -> Any:
-        made = plan(*arguments)
+    def watched_plan(*arguments: Any, **options: Any) -> Any:
+        made = plan(*arguments, **options)
         asked.add((made.max_query_len, int(made.cu_query_lens[1])))
         return made
 
