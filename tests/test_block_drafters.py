@@ -57,7 +57,9 @@ class Kind:
     windows: tuple[int | None, ...] = (None, None)
     """Of layers."""
     are_windows_causal: bool = True
-    """Else a block's rows have one in common, before it."""
+    """Else rows see all of a block,"""
+    is_window_shared: bool = True
+    """and before it as many tokens each; or those from where they would begin if each row were the last one."""
     is_interleaved: bool = False
     """Numbers 2 i and 2 i + 1 of a head turn together."""
     is_whole: bool = False
@@ -205,6 +207,24 @@ WINDOWED = [
         windows=(None, 5),
         are_windows_causal=False,
     ),
+    Kind(
+        "whole blocks of ModelOpt",
+        config={"block_size": 5, "layer_types": [FULL] * 2, "sliding_window": 5}
+        | {"dflash_config": LISTED | {"use_swa": True, "swa_window_size": 5, "causal": False}},
+        mask=301,
+        num_skipped=1,
+        windows=(5, 5),
+        are_windows_causal=False,
+        is_window_shared=False,
+    ),
+    Kind(
+        "whole blocks, a window in one layer",
+        "dspark",
+        SPARK | MIXED | {"sliding_window": 9, "is_causal": False},
+        windows=(9, None),
+        are_windows_causal=False,
+        is_window_shared=False,
+    ),
 ]
 
 
@@ -254,7 +274,7 @@ class Drafter:
             is_causal = kind.is_causal if window is None else kind.are_windows_causal
             last, first = (own if is_causal else known + count - 1), 0
             if window is not None:
-                first = own - window + 1 if is_causal else known - window
+                first = known - window if kind.is_window_shared and not is_causal else own - window + 1
             rows.append([first <= place <= last for place in range(known + count)])
         return torch.tensor(rows)
 
@@ -385,7 +405,7 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
     check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
 
 
-@pytest.mark.parametrize("drafter", [KINDS[0], KINDS[6], KINDS[7], WINDOWED[0], WINDOWED[8]], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [KINDS[0], KINDS[6], KINDS[7], WINDOWED[0], *WINDOWED[8:10]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
 
@@ -407,19 +427,24 @@ def test_what_attention_is_compiled_for(drafter: tuple[Drafter, Path], expected:
     block._plan = watched_plan  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     llm.generate([{"prompt_token_ids": random_tokens(9, seed)} for seed in range(3)], params, use_tqdm=False)
-    ((heads, *sizes),) = program.drafting.block_attention([0, NUM_DRAFTS])
-    assert tuple(sizes) == expected and heads == llm.engine.worker.drafter.block_heads
+    ((heads, *sizes, is_whole),) = program.drafting.block_attention([0, NUM_DRAFTS])
+    assert tuple(sizes) == expected and not is_whole and heads == llm.engine.worker.drafter.block_heads
     assert (sizes[0], 3 * sizes[1]) in asked and all(width == sizes[0] for width, _ in asked)
 
 
-@pytest.mark.parametrize(("number", "window"), [(0, 7), (8, 5 + 1 + NUM_DRAFTS)], ids=lambda value: str(value))
-def test_what_attention_with_windows_is_compiled_for(number: int, window: int, target: tuple[Any, Path], tmp_path: Path) -> None:
-    """Of layers that see a block in two ways both, with every window that steps ask for."""
+CAUSAL, ALONE, OPEN = (NUM_DRAFTS + 1, 1, False), (1, NUM_DRAFTS + 1, False), (NUM_DRAFTS + 1, 1, True)
+COMPILED = [(0, 7, [ALONE, CAUSAL]), (8, 5 + NUM_DRAFTS + 1, [ALONE]), (9, 5, [OPEN]), (10, 9, [(1, NUM_DRAFTS, False), (NUM_DRAFTS, 1, True)])]
+
+
+@pytest.mark.parametrize(("number", "window", "expected"), COMPILED, ids=[str(WINDOWED[number]) for number, *_ in COMPILED])
+def test_what_attention_with_windows_is_compiled_for(
+    number: int, window: int, expected: list[tuple[int, int, bool]], target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Of layers that see a block in two ways both, with every window that steps ask for. A block's last row is its request's last token."""
     kind = WINDOWED[number]
     save_drafter(kind, make_weights(kind), tmp_path / "drafter")
     drafting = serve(target[1], method=kind.method, model=str(tmp_path / "drafter")).engine.worker.program.drafting
-    causal, whole = (NUM_DRAFTS + 1, 1), (1, NUM_DRAFTS + 1)
-    assert [tuple(sizes) for _, *sizes in drafting.block_attention([0, NUM_DRAFTS])] == ([whole, causal] if kind.are_windows_causal else [whole])
+    assert [tuple(sizes) for _, *sizes in drafting.block_attention([0, NUM_DRAFTS])] == expected
     assert drafting.block_kinds == {(window, None)}
 
 
@@ -442,7 +467,7 @@ def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], 
     assert llm.engine.scheduler.num_cached_tokens >= 24
 
 
-@pytest.mark.parametrize("drafter", [*KINDS[:2], WINDOWED[0], WINDOWED[8]], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [*KINDS[:2], WINDOWED[0], *WINDOWED[8:10]], ids=str, indirect=True)
 def test_pages_that_hold_no_block(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     """Pages are as many as the request has tokens: near its end no draft is made, and none of rows that have no place."""
     own, folder = drafter
@@ -507,19 +532,18 @@ REFUSED = [
         {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 8]}},
         r"target_layer_ids is \[0, 8\]; it must be a list of layers of the target",
     ),
-    (0, {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa is True; it must be left out"),
     (0, {"dflash_config": LISTED | {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5; it must be 1, or left out: it is not served"),
     (0, {"use_gemma_norm": True}, "use_gemma_norm is True; it must be left out: it is not served"),
     (0, {"layer_types": [FULL, SLIDING], "sliding_window": 8}, "use_sliding_window is None; it must be true where layer_types has sliding_attention"),
     (0, LATER | {"sliding_window": None}, "sliding_window is None; it must be an integer where layer_types has sliding_attention"),
     (0, LATER | {"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1 to 16777216"),
     (0, LATER | {"layer_types": [FULL, "chunked_attention"]}, "it must be a list of num_hidden_layers .2. of: full_attention, sliding_attention"),
+    (0, LATER | {"sliding_window": 4, "is_causal": False}, r"a window of 4; it must be block_size \(5\) at least, where rows see all of a block"),
     (
         0,
-        LATER | {"sliding_window": 8, "dflash_config": LISTED | {"causal": False}},
-        "causal is False; it must be true, or left out, where layers have",
+        {"dflash_config": LISTED | {"use_swa": True, "swa_window_size": 4}},
+        r"a window of 4; it must be block_size \(5\) at least, where rows see all",
     ),
-    (0, LATER | {"sliding_window": 8, "is_causal": False}, "is_causal is False; it must be true, or left out, where layers have windows: windows of"),
     (0, {"dflash_config": LISTED | {"use_swa": True, "causal": True}}, "config.json has no 'sliding_window'"),
     (0, {"dflash_config": LISTED | {"use_swa": True, "causal": True, "swa_window_size": 0}}, "swa_window_size is 0; it must be an integer from 1"),
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),

@@ -28,7 +28,7 @@ class BlockDrafter:
         self._model, self.max_drafts = model, model.max_drafts
         self.mask_token_id, self.tapped_layers = spec.mask_token_id, spec.tapped_layers
         self.block_heads, self.block_kinds = model.heads, model.attention_kinds
-        self.causalities = frozenset(view.is_causal for view in spec.views)
+        self.views = frozenset(spec.views)
         self._planes: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -61,7 +61,7 @@ class BlockDrafter:
     def compute(self, rows: DrafterRows | None, states: list[torch.Tensor], num_drafts: int) -> list[torch.Tensor]:
         """Scores [B, K, drafter's vocabulary] and states [B, K, hidden] of the block, and what the Markov head makes of the newest tokens."""
         assert rows is not None
-        made = self._model.forward(rows.token_ids, rows.positions, rows.kv_slots, self._planes, rows.plan, rows.whole_plan)
+        made = self._model.forward(rows.token_ids, rows.positions, rows.kv_slots, self._planes, rows.block_plans)
         (newest,), first = states, self._model.num_skipped
         hidden = made.view(len(newest), -1, made.shape[-1])[:, first : first + num_drafts].contiguous()
         scores = self._model.score(hidden.flatten(0, 1)).view(len(newest), num_drafts, -1)

@@ -13,6 +13,7 @@ import torch
 from backend.drafters.protocol import BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.drafters.recurrent import RecurrentDrafter, RecurrentModel
 from backend.kv_store import CacheSpec, KvStore
+from backend.models.spec import BlockView
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from kernels import ops
 
@@ -20,7 +21,7 @@ from kernels import ops
 class ParallelDrafter:
     """A StepDrafter, and the BlockPass over its mask tokens."""
 
-    first, causalities = 1, frozenset({True})
+    first, views = 1, frozenset({BlockView.CAUSAL})
     max_drafts = MAX_SPECULATIVE_TOKENS
     keeper: StateKeeper | None = None
     memory: CandidateMemory | None = None

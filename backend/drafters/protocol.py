@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from backend.budget import Chain
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.decoder_layer import AttentionKinds
+from backend.models.spec import BlockView
 from kernels import ops
 
 HIDDEN = "hidden"
@@ -61,9 +62,9 @@ class DrafterRows:
     before_slots: torch.Tensor
     """The same of the tokens before these; any slot before a first token."""
     plan: ops.Plan | None
-    """None: the drafter has no attention."""
-    whole_plan: ops.Plan | None = None
-    """Of layers where a row of a block sees all of its request's; plan: of those where it sees the rows before it."""
+    """None: the drafter has no attention. Of a block: of layers whose rows see those before them, if there are any."""
+    block_plans: Mapping[BlockView, ops.Plan] = field(default_factory=dict)
+    """Of a block, by what rows see of it."""
 
 
 class BlockPass(Protocol):
@@ -73,8 +74,8 @@ class BlockPass(Protocol):
     """The token of all rows but one that begins with the newest token."""
     first: int
     """Where a request's rows begin: 0: at its newest token; 1: after it."""
-    causalities: frozenset[bool]
-    """True: it has layers where a row sees the rows before it; False: where it sees all of its request's."""
+    views: frozenset[BlockView]
+    """What its layers see."""
 
     @property
     def block_heads(self) -> ops.Heads:

@@ -21,6 +21,7 @@ from backend.models.layers import Weights, own_heads
 from backend.models.loading import Model, open_drafter
 from backend.models.parts import Attention
 from backend.models.rope import RopeTables
+from backend.models.spec import BlockView
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear
 from backend.quantization_config import QuantizationConfig
@@ -137,17 +138,13 @@ class Dflash:
         positions: torch.Tensor,
         slots: torch.Tensor,
         planes: tuple[torch.Tensor, ...],
-        plan: ops.Plan | None,
-        whole_plan: ops.Plan | None,
+        plans: Mapping[BlockView, ops.Plan],
     ) -> torch.Tensor:
-        """States [T, hidden] of a block's rows after the norm before the head. plan, whole_plan: of the layers whose rows see those before them, and
-        of the others, if there are any."""
+        """States [T, hidden] of a block's rows after the norm before the head. plans: by what layers see."""
         x = self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
         angles = self._tables.at(positions)
         for layer, view, cache in zip(self._layers, self.spec.views, self._caches(planes), strict=True):
-            own = plan if view.is_causal else whole_plan
-            assert own is not None
-            x = layer.forward(x, angles, slots, cache, own)
+            x = layer.forward(x, angles, slots, cache, plans[view])
         return ops.rms_norm(x, self._norm, self.spec.eps)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:

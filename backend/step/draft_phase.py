@@ -58,12 +58,12 @@ class DraftPhase:
             return []
         return [(self._drafter.heads, self._tree.row_counts)]
 
-    def block_attention(self, counts: Iterable[int]) -> list[tuple[ops.Heads, int, int]]:
-        """Of blocks of so many drafts: heads, queries of a row, and rows of a request."""
+    def block_attention(self, counts: Iterable[int]) -> list[tuple[ops.Heads, int, int, bool]]:
+        """Of blocks of so many drafts: heads, queries of a row, rows of a request, and whether queries see those after them."""
         if self._drafter is None or self._block is None or self._drafter.block is None:
             return []
         sizes = sorted({own for count in counts if count for own in self._block.attention_sizes(count)})
-        return [(self._drafter.block.block_heads, width, rows) for width, rows in sizes if width and rows]
+        return [(self._drafter.block.block_heads, width, rows, is_whole) for width, rows, is_whole in sizes if width and rows]
 
     @property
     def block_kinds(self) -> AttentionKinds:

@@ -41,7 +41,7 @@ CAPPED = Case("gemma2", "capped scores, a window", {"head_dim": 64, "sliding_win
 EAGLES = [kind for kind in eagle.KINDS if kind.name in ("speculators", "norm before fc, two layers", "3.1", "EAGLE, two layers, HASS")]
 EAGLES += [kind for kind in eagle.KINDS if kind.name.startswith("P-EAGLE")]
 EAGLES += [kind for kind in eagle.WINDOWED if kind.name in ("a window", "P-EAGLE, a window smaller than its masks")]
-BLOCKS = [*blocks.KINDS, *(blocks.WINDOWED[i] for i in (0, 5, 6, 8))]
+BLOCKS = [*blocks.KINDS, *(blocks.WINDOWED[i] for i in (0, 5, 6, 8, 9))]
 HEADS = [kind for kind in heads.KINDS if kind.name in ("Medusa, few tokens", "Hydra, an archive", "Hydra++", "speculator, tied")]
 
 
