@@ -104,8 +104,7 @@ class StepAttention:
         if batch == prompts:
             return
         lists = (self.cu_query_lens[prompts:], self.seq_lens[prompts:], self.request_indices[prompts:])
-        sizes = (self.page_size, self.max_seq_len)
-        self._plain = PlainAttention(*lists, self.page_table, *sizes, self.seen, self.max_query_len if self.is_whole else 0)
+        self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len, self.seen, self.max_query_len * self.is_whole)
         self._decoding = self._plan_latents(*lists) if self.heads.latent_rank else self._plan_keys()
 
     @property
