@@ -538,11 +538,15 @@ REFUSED = [
     (0, LATER | {"sliding_window": None}, "sliding_window is None; it must be an integer where layer_types has sliding_attention"),
     (0, LATER | {"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1 to 16777216"),
     (0, LATER | {"layer_types": [FULL, "chunked_attention"]}, "it must be a list of num_hidden_layers .2. of: full_attention, sliding_attention"),
-    (0, LATER | {"sliding_window": 4, "is_causal": False}, r"a window of 4; it must be block_size \(5\) at least, where rows see all of a block"),
+    (
+        0,
+        LATER | {"sliding_window": 4, "is_causal": False},
+        r"sliding_window is 4; it must be block_size \(5\) at least, where rows see all of a block",
+    ),
     (
         0,
         {"dflash_config": LISTED | {"use_swa": True, "swa_window_size": 4}},
-        r"a window of 4; it must be block_size \(5\) at least, where rows see all",
+        r"swa_window_size is 4; it must be block_size \(5\) at least, where rows see all",
     ),
     (0, {"dflash_config": LISTED | {"use_swa": True, "causal": True}}, "config.json has no 'sliding_window'"),
     (0, {"dflash_config": LISTED | {"use_swa": True, "causal": True, "swa_window_size": 0}}, "swa_window_size is 0; it must be an integer from 1"),

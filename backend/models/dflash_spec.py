@@ -224,7 +224,7 @@ def _read_views(values: Values, place: Place, block_size: int, *, is_speculators
     """
     own, swa = place("swa_window_size"), place("use_swa")
     window = own.integer("swa_window_size", MAX_WINDOW) if own.has("swa_window_size") else None
-    windows = read_windows(values, window)
+    windows = read_windows(values, read_num_layers(values), window)
     is_everywhere = swa.flag("use_swa") and not any(windows)
     if is_everywhere:
         windows = [values.integer("sliding_window", MAX_WINDOW) if window is None else window] * len(windows)
@@ -237,7 +237,8 @@ def _read_views(values: Values, place: Place, block_size: int, *, is_speculators
         views = [BlockView.WHOLE if width is None or is_everywhere else BlockView.CAUSAL for width in windows]
     if (narrow := next((width for width, view in zip(windows, views) if width and view == BlockView.WHOLE), None)) and narrow < block_size:
         # Nobody trains such, and what a row sees of the block then servers do not agree on.
-        raise ModelError(f"{values.where}: a window of {narrow}; it must be block_size ({block_size}) at least, where rows see all of a block")
+        source, name = (values, "sliding_window") if window is None else (own, "swa_window_size")
+        raise source.refuse(name, f"block_size ({block_size}) at least, where rows see all of a block")
     # Without a window there is nothing to begin elsewhere: rows ask alone.
     views = [BlockView.SHARED if width is None and view == BlockView.WHOLE else view for width, view in zip(windows, views)]
     return list(zip(windows, views))

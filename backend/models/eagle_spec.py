@@ -106,8 +106,10 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
     hidden = values.integer("hidden_size", 2**17)
     is_fused = has_part("fusion_fc", names)
     prefix = _find_prefix(names)
-    names_of = ["transformer"] if is_fused else [f"{prefix}layers.{i}" for i in range(read_num_layers(values))]
-    layers = [_layer(values, name, names, window, is_first=i == 0) for i, (name, window) in enumerate(zip(names_of, read_windows(values)))]
+    layers = [
+        _layer(values, "transformer" if is_fused else f"{prefix}layers.{i}", names, window, is_first=i == 0)
+        for i, window in enumerate(read_windows(values, 1 if is_fused else read_num_layers(values)))
+    ]
     norms = (f"{prefix}embedding_layernorm.weight", f"{prefix}hidden_states_layernorm.weight") if values.flag("add_para_norm") else (None, None)
     return EagleSpec(
         where=values.where,
@@ -149,7 +151,7 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
     first = next((f"{prefix}{name}" for name in ("midlayer", "layers.0") if has_part(f"{prefix}{name}.self_attn.q_proj", names)), f"{prefix}midlayer")
     layers = [
         _layer(values, first if i == 0 else f"{prefix}layers.{i}", names, window, is_first=i == 0, in_features=2 * hidden)
-        for i, window in enumerate(read_windows(values))
+        for i, window in enumerate(read_windows(values, read_num_layers(values)))
     ]
     return EagleSpec(
         where=values.where,
@@ -229,12 +231,12 @@ def _check_type(values: Values, *kinds: str) -> None:
         raise values.refuse(TYPE_KEY, f"{' or '.join(map(repr, kinds))} with this method")
 
 
-def read_windows(values: Values, window: int | None = None) -> list[int | None]:
-    """Of each layer of a drafter. A list of another length is the target's, which drafters' authors leave.
+def read_windows(values: Values, count: int, window: int | None = None) -> list[int | None]:
+    """Of each of so many layers of a drafter. A list of another length is the target's, which drafters' authors leave.
 
     window: where the file has it elsewhere than in sliding_window. Raises ModelError.
     """
-    kinds, count, is_qwen = values.get("layer_types"), read_num_layers(values), values.get("model_type") in QWEN
+    kinds, is_qwen = values.get("layer_types"), values.get("model_type") in QWEN
     has_list = isinstance(kinds, list) and len(kinds) == count
     if kinds is None and is_qwen and values.flag("use_sliding_window"):
         first = values.integer("max_window_layers", 2**16, low=0, default=28)
