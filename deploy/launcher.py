@@ -79,6 +79,10 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
         command += ["--model-control-mode=explicit", "--load-model=*"]
     command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
     command += [f"--backend-config=python,shm-{what}-byte-size={SHARED_BYTES}" for what in ("default", "growth")]
+    if config.grpc_server_cert is not None:
+        command += ["--grpc-use-ssl=1", f"--grpc-server-cert={config.grpc_server_cert}", f"--grpc-server-key={config.grpc_server_key}"]
+    if config.grpc_root_cert is not None:
+        command += ["--grpc-use-ssl-mutual=1", f"--grpc-root-cert={config.grpc_root_cert}"]
     if COMPLETE_OPTION in server.options:
         command.append(f"--{COMPLETE_OPTION}")
     if INPUT_LIMIT_OPTION in server.options:
@@ -293,7 +297,7 @@ def supervise(
     """Runs the server until a signal ends it. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s foretoken: %(message)s", stream=sys.stderr)
     host, metrics_host = (LOOPBACK.get(at, at) for at in (config.host, config.metrics_host or config.host))
-    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key, metrics_host)
+    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key, metrics_host, config.grpc_server_cert is not None)
     supervisor = Supervisor(
         command,
         environment,
