@@ -777,6 +777,21 @@ class TestErrors:
         assert end == "[DONE]" and all(len(json.loads(part)["choices"]) == 1 for part in parts)
         assert not is_streamed or (answer.startswith(b"data: ") and answer.count(b"\n\n") == len(parts) + 1)
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_where_cached_tokens_lay(self, address, path):
+        """As `sglang.bench_serving --cache-report` asks for it."""
+        prompt = {"prompt": LOOPS * 4} if path == "/v1/completions" else {"messages": [{"role": "user", "content": LOOPS * 4}]}
+        body = {**prompt, "max_tokens": 2, "return_cached_tokens_details": True}
+        assert "sglext" not in json.loads(ask(address, path, {**body, "return_cached_tokens_details": False})[2])
+        whole = json.loads(ask(address, path, body)[2])
+        cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached and whole["sglext"] == {"cached_tokens_details": {"device": cached, "host": 0}}
+        for options, behind in (({}, 0), ({"stream_options": {"include_usage": True}}, 1)):
+            *parts, end = read_events(ask(address, path, {**body, "stream": True, **options})[2])
+            told = [json.loads(part) for part in parts]
+            assert end == "[DONE]" and [i for i, part in enumerate(told) if "sglext" in part] == [len(told) - 1 - behind]
+            assert told[-1 - behind]["choices"] == [] and told[-1 - behind]["sglext"] == whole["sglext"]
+
     @pytest.mark.parametrize("begin", [b"0\r\n", b"0\r\nx: ", b"1;"], ids=["trailers", "one trailer", "extension"])
     def test_what_is_neither_head_nor_body_has_a_limit(self, address, begin):
         """Trailers were kept, without an end, beside what the head had."""
