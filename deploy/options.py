@@ -87,6 +87,8 @@ class ServeConfig(Section):
     """Where the server finds its backends; default: where it was installed."""
     drain_seconds: int = 30
     """How long running requests may go on after SIGTERM."""
+    triton_options: tuple[str, ...] = ()
+    """More of tritonserver's own options, as NAME=VALUE: `trace-config=rate=1`, `log-format=ISO8601`. Those that this program gives are refused."""
     log_verbose: int = 0
     """Triton's own log level; above 0 it says what every request does."""
     supervise: bool = True
@@ -308,6 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files and log")
     files.add_argument("--repository", metavar="DIR", help="where to render the model repository (default: the user's state folder)")
     files.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
+    files.add_argument("--triton-options", nargs="+", metavar="NAME=VALUE", help="more of tritonserver's own, such as log-format=ISO8601")
     files.add_argument("--log-verbose", type=int, metavar="LEVEL", help="Triton's own log level (default 0)")
     add_other_arguments(parser)
 

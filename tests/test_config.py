@@ -998,6 +998,8 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"max_server_memory": "4"}, "max_server_memory must be 128MiB or more, got 4 bytes"),
         ({"port": 8080, "served_model_name": ["a", " "]}, r"served_model_name must be a name, or names, that have characters, got \('a', ' '\)"),
         ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
+        ({"triton_options": 5}, "triton_options"),
+        ({"triton_options": [1]}, "triton_options"),
         ({"grpc_server_cert": "a.pem"}, "grpc_server_cert 'a.pem' has no effect without grpc_server_key"),
         ({"grpc_server_key": "a.pem"}, "grpc_server_key 'a.pem' has no effect without grpc_server_cert"),
         ({"grpc_root_cert": "a.pem"}, "grpc_root_cert 'a.pem' has no effect without grpc_server_cert"),

@@ -48,16 +48,16 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class LimitedHeadProtocol(HttpToolsProtocol):
-    """Answers 400 to a head that goes on for longer, or to what is neither head nor body (trailers, extensions of chunks), and hangs up; tells all requests of a connection when it is lost, where uvicorn tells the
-    newest alone, which may wait behind the one that is answered; and sends a stream to a client of HTTP/1.0 without the marks of chunks that it
-    would take for text.
+    """Answers 400 to a head that goes on for longer, or to what is neither head nor body (trailers, extensions of chunks), and hangs up; tells all
+    requests of a connection when it is lost, where uvicorn tells the newest alone, which may wait behind the one that is answered; and sends a stream
+    to a client of HTTP/1.0 without the marks of chunks that it would take for text.
 
     A client that closes its own side of a connection gets its answers: what is written to one that has closed both is answered by a reset.
     """
 
     _is_in_head = False
     _num_other_bytes = 0
-    """Of the head, or read since then without any of the body. What comes with the beginning of a head, or with some of the body, is one read at most."""
+    """Of the head, or read since then without any of the body. What comes with a head's beginning, or with some of the body, is one read at most."""
     _timer: asyncio.TimerHandle | None = None
     _cycles: tuple[RequestResponseCycle, ...] = ()
     _looking: asyncio.TimerHandle | None = None
