@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from client.http import HttpClient
     from client.messages import Chunk, Completion, GenerateError
     from client.sync import Client
+    from client.tls import Tls
 
-__all__ = ["AsyncClient", "Chunk", "Client", "Completion", "GenerateError", "HttpClient"]
+__all__ = ["AsyncClient", "Chunk", "Client", "Completion", "GenerateError", "HttpClient", "Tls"]
 
-_PLACES = {"AsyncClient": "aio", "Chunk": "messages", "Client": "sync", "Completion": "messages", "GenerateError": "messages", "HttpClient": "http"}
+_PLACES = {"AsyncClient": "aio", "Client": "sync", "HttpClient": "http", "Tls": "tls"}
+_PLACES |= dict.fromkeys(("Chunk", "Completion", "GenerateError"), "messages")
 
 
 def __getattr__(name: str) -> object:

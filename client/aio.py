@@ -13,7 +13,6 @@ import grpc
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from client.loopback import without_proxy
 from client.messages import (
     CANCEL_SECONDS,
     CHANNEL_OPTIONS,
@@ -34,6 +33,7 @@ from client.messages import (
     silence_limit,
 )
 from client.silence import BUSY_SECONDS, SignsOfLife, Watch, listening_time
+from client.tls import DEFAULT_TLS, Tls
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,11 +46,14 @@ END_SECONDS = 1.0
 class AsyncClient:
     """Completes prompts on a running server; all streams share one connection, which is of the event loop of the first request.
 
-    After `close` its requests, those under way too, raise GenerateError; in another event loop, RuntimeError.
+    url, tls: as Client's. After `close` its requests, those under way too, raise GenerateError; in another event loop, RuntimeError.
     """
 
-    def __init__(self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
+    def __init__(
+        self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS, tls: Tls = DEFAULT_TLS
+    ) -> None:
         self.url = url
+        self._channel = tls.channel_arguments(url, CHANNEL_OPTIONS)
         self.model = model
         self.inactivity_timeout = inactivity_timeout
         self._connection: triton_aio.InferenceServerClient | None = None
@@ -81,7 +84,7 @@ class AsyncClient:
             raise GenerateError(f"{whose}: the client is closed", "UNAVAILABLE")
         if self._connection is None:
             self._loop = asyncio.get_running_loop()
-            self._connection = triton_aio.InferenceServerClient(self.url, channel_args=without_proxy(CHANNEL_OPTIONS, self.url))
+            self._connection = triton_aio.InferenceServerClient(**self._channel)
         self._check_loop()
         return self._connection
 

@@ -11,13 +11,19 @@ from typing import Any
 from client.loopback import check_address
 from client.messages import DEFAULT_GRPC_URL, Completion, GenerateError
 from client.sync import Client
+from client.tls import add_tls_arguments, read_tls
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", help="the prompt (complete: default standard input; chat: the first message)")
     parser.add_argument(
-        "--url", type=read_address, default=DEFAULT_GRPC_URL, metavar="HOST:PORT", help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})"
+        "--url",
+        type=read_address,
+        default=DEFAULT_GRPC_URL,
+        metavar="HOST:PORT",
+        help=f"the server's gRPC address, by TLS grpcs://HOST:PORT (default {DEFAULT_GRPC_URL})",
     )
+    add_tls_arguments(parser)
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of the answer at most (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share together")
@@ -67,9 +73,20 @@ def stream_to_terminal(client: Client, **values: Any) -> tuple[Completion, str]:
     return completion, line
 
 
+def connect(args: argparse.Namespace) -> Client | None:
+    """None: with these certificates it cannot be, which was said."""
+    try:
+        return Client(args.url, tls=read_tls(args))
+    except ValueError as error:
+        print(f"foretoken {args.command}: {error}", file=sys.stderr)
+        return None
+
+
 def complete(args: argparse.Namespace) -> int:
+    if (made := connect(args)) is None:
+        return 2
     prompt = " ".join(args.prompt) or sys.stdin.read()
-    with Client(args.url) as client:
+    with made as client:
         try:
             _, line = stream_to_terminal(client, prompt=prompt, **_parameters(args))
         except GenerateError as error:
@@ -81,9 +98,11 @@ def complete(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     """A conversation; an empty line or the end of input leaves it."""
+    if (made := connect(args)) is None:
+        return 2
     messages: list[dict[str, str]] = []
     opening = " ".join(args.prompt)
-    with Client(args.url) as client:
+    with made as client:
         while True:
             if opening:
                 text, opening = opening, ""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from client.loopback import SECURE_HTTP
 from client.messages import (
     DEFAULT_HTTP_URL,
     INACTIVITY_SECONDS,
@@ -25,13 +27,16 @@ from client.messages import (
     silence_limit,
 )
 from client.silence import SignsOfLife
+from client.tls import DEFAULT_TLS, Tls
 
 
-class _PatientSocket(socket.socket):
+class _Patient(socket.socket):
     """A connection from which nothing may come for `limit` seconds, and as many more as `seconds_left` then says of a silence of so many."""
 
-    def __init__(self, own: socket.socket, limit: float, seconds_left: Callable[[float], float]) -> None:
-        super().__init__(own.family, own.type, own.proto, fileno=own.detach())
+    _limit: float
+    _seconds_left: Callable[[float], float]
+
+    def be_patient(self, limit: float, seconds_left: Callable[[float], float]) -> None:
         self.settimeout(limit)
         self._limit, self._seconds_left = limit, seconds_left
 
@@ -50,22 +55,43 @@ class _PatientSocket(socket.socket):
                 self.settimeout(self._limit)
 
 
-class HttpClient:
-    """Completes prompts over HTTP. Each request has a connection of its own; closing it cancels the request."""
+class _PatientTls(_Patient, ssl.SSLSocket):
+    """The same by TLS."""
 
-    def __init__(self, url: str = DEFAULT_HTTP_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
-        self.address = url.removeprefix("http://").rstrip("/")
+
+class _TlsConnection(http.client.HTTPConnection):
+    """Becomes one by TLS once it is connected."""
+
+    default_port = http.client.HTTPS_PORT
+
+
+class HttpClient:
+    """Completes prompts over HTTP. Each request has a connection of its own; closing it cancels the request.
+
+    url: HOST:PORT, or https://HOST:PORT, which a proxy before the server speaks: it has no TLS there of its own. tls: as Client's.
+    """
+
+    def __init__(
+        self, url: str = DEFAULT_HTTP_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS, tls: Tls = DEFAULT_TLS
+    ) -> None:
+        tls.check_use([url])
+        self._context, self._server_name = tls.context_of(url), tls.server_name
+        if self._context is not None:
+            self._context.sslsocket_class = _PatientTls
+        self.address = url.removeprefix("http://").removeprefix(SECURE_HTTP).rstrip("/")
         self.model = model
         self.inactivity_timeout = inactivity_timeout
         self._signs = SignsOfLife()
 
     def _post(self, verb: str, values: dict[str, Any], request_id: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         body = check_unicode("the request", json.dumps({**values, "id": request_id}, ensure_ascii=False))
-        connection = http.client.HTTPConnection(self.address, timeout=self.inactivity_timeout)
+        kind = http.client.HTTPConnection if self._context is None else _TlsConnection
+        connection = kind(self.address, timeout=self.inactivity_timeout)
         try:
             connection.connect()
             limit = silence_limit(values, self.inactivity_timeout)
-            connection.sock = _PatientSocket(connection.sock, limit, lambda silence: self._signs.seconds_left(self.model, silence, limit))
+            connection.sock = self._make_patient(connection)
+            connection.sock.be_patient(limit, lambda silence: self._signs.seconds_left(self.model, silence, limit))
             connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
@@ -77,6 +103,15 @@ class HttpClient:
             connection.close()
             raise
         return connection, response
+
+    def _make_patient(self, connection: http.client.HTTPConnection) -> _Patient:
+        """Its socket, after the handshake if there is to be one. Raises OSError."""
+        own = connection.sock
+        if self._context is None:
+            return _Patient(own.family, own.type, own.proto, fileno=own.detach())
+        secure = self._context.wrap_socket(own, server_hostname=self._server_name or connection.host)
+        assert isinstance(secure, _PatientTls)
+        return secure
 
     def _failure(self, request_id: str, values: dict[str, Any], error: Exception) -> GenerateError:
         if isinstance(error, TimeoutError):

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 import urllib.parse
 import urllib.request
 from typing import Any
 
+SECURE_GRPC, SECURE_HTTP = "grpcs://", "https://"
+"""How addresses begin that are spoken to by TLS."""
+
 
 def check_address(text: str) -> str:
-    """HOST:PORT of a gRPC server, as it is. Raises ValueError: gRPC itself takes port 443 where there is none, and says so to nobody."""
-    host, _, port = text.rpartition(":")
+    """HOST:PORT of a gRPC server, or grpcs://HOST:PORT, as it is. Raises ValueError: gRPC itself takes port 443 where there is none, and says so to
+    nobody."""
+    address = text.removeprefix(SECURE_GRPC)
+    host, _, port = address.rpartition(":")
     try:
         host.encode("idna")  # as whoever looks for its addresses does
     except UnicodeError:
         host = ""
-    if not host or "/" in text or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
-        raise ValueError(f"{text!r:.100} is no HOST:PORT")
+    if not host or "/" in address or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{text!r:.100} is no HOST:PORT, nor {SECURE_GRPC}HOST:PORT")
     return text
 
 
@@ -34,7 +40,8 @@ def without_proxy(options: list[tuple[str, Any]], address: str) -> list[tuple[st
     return [*options, ("grpc.enable_http_proxy", 0)] if is_loopback(address) else options
 
 
-def open_url(url: str, timeout: float) -> Any:
-    """`urllib.request.urlopen`, without a proxy where the URL is this machine's."""
-    handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
+def open_url(url: str, timeout: float, context: ssl.SSLContext | None = None) -> Any:
+    """`urllib.request.urlopen`, without a proxy where the URL is this machine's. context: of https:// ones."""
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
+    handlers += [urllib.request.ProxyHandler({})] if is_loopback(url) else []
     return urllib.request.build_opener(*handlers).open(url, timeout=timeout)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from client.loopback import without_proxy
 from client.messages import (
     CANCEL_SECONDS,
     CHANNEL_OPTIONS,
@@ -34,6 +33,7 @@ from client.messages import (
     silence_limit,
 )
 from client.silence import SignsOfLife
+from client.tls import DEFAULT_TLS, Tls
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,11 +42,15 @@ if TYPE_CHECKING:
 class Client:
     """Completes prompts on a running server. Thread-safe: each stream has a connection of its own, kept for the next.
 
-    model: `decode` (cancellation reaches it at once) or the ensemble `generate`.
+    url: HOST:PORT, or grpcs://HOST:PORT for TLS. model: `decode` (cancellation reaches it at once) or the ensemble `generate`.
+    tls: certificates. Raises ValueError for those that cannot be used.
     """
 
-    def __init__(self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
+    def __init__(
+        self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS, tls: Tls = DEFAULT_TLS
+    ) -> None:
         self.url = url
+        self._channel = tls.channel_arguments(url, CHANNEL_OPTIONS)
         self.model = model
         self.inactivity_timeout = inactivity_timeout
         self._idle: list[triton_grpc.InferenceServerClient] = []
@@ -71,7 +75,7 @@ class Client:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            return triton_grpc.InferenceServerClient(self.url, channel_args=without_proxy(CHANNEL_OPTIONS, self.url))
+            return triton_grpc.InferenceServerClient(**self._channel)
 
     def _give(self, connection: triton_grpc.InferenceServerClient) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from backend.model_files import expand_user, read_config
 from backend.model_sources import Source
 from backend.other_servers.translation import Translation
 from backend.sampling_defaults import read_sampling_defaults
+from backend.section import closest
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.gpu import check_gpu
 from deploy.named_files import check_own_files, check_password
@@ -55,6 +57,14 @@ RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,
 the memory of the models' processes."""
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Where a server that listens on all addresses is asked; Triton's HTTP ports on :: take no IPv4."""
+NOT_FOR_USERS = frozenset(
+    (
+        *("allow-http", "allow-grpc", "allow-metrics", "reuse-http-port", "reuse-grpc-port", "model-store", "load-model", "exit-on-error"),
+        *("repository-poll-secs", "strict-model-config", "model-config-name", "backend-config", "http-restricted-api", "grpc-restricted-protocol"),
+        *("grpc-use-ssl", "grpc-use-ssl-mutual", "grpc-server-cert", "grpc-server-key", "grpc-root-cert"),
+    )
+)
+"""Of tritonserver's options: what the supervisor asks the server by, and what has keys here."""
 SHARED_BYTES = 8 * 2**20
 """Of shared memory that each model's process begins with, and grows by: both processes map it anew each time. Release 24.10 begins with 1 MiB, which
 a dozen long prompts fill."""
@@ -79,13 +89,31 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
         command += ["--model-control-mode=explicit", "--load-model=*"]
     command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
     command += [f"--backend-config=python,shm-{what}-byte-size={SHARED_BYTES}" for what in ("default", "growth")]
+    if config.grpc_server_cert is not None:
+        command += ["--grpc-use-ssl=1", f"--grpc-server-cert={config.grpc_server_cert}", f"--grpc-server-key={config.grpc_server_key}"]
+    if config.grpc_root_cert is not None:
+        command += ["--grpc-use-ssl-mutual=1", f"--grpc-root-cert={config.grpc_root_cert}"]
     if COMPLETE_OPTION in server.options:
         command.append(f"--{COMPLETE_OPTION}")
     if INPUT_LIMIT_OPTION in server.options:
         command.append(f"--{INPUT_LIMIT_OPTION}={config.max_request_size}")
     if backends := config.backend_directory or server.backend_directory:
         command.append(f"--backend-directory={backends}")
-    return command, server.environment()
+    return [*command, *more_options(config.triton_options, server, command)], server.environment()
+
+
+def more_options(options: Sequence[str], server: Server, command: Sequence[str]) -> list[str]:
+    """tritonserver's own, after those of a command. Raises LaunchError for one that it does not know, or that is not the user's to give."""
+    own = {word.partition("=")[0].removeprefix("--") for word in command[1:]}
+    found = []
+    for option in options:
+        name, is_given, value = option.removeprefix("--").partition("=")
+        if name in own or name in NOT_FOR_USERS:
+            raise LaunchError(f"triton_options {option!r:.80}: {name} is given by this program, or what it watches the server by")
+        if name not in server.options:
+            raise LaunchError(f"triton_options {option!r:.80}: this tritonserver has no such option{closest(name, server.options)}")
+        found.append(f"--{name}={value}" if is_given else f"--{name}")
+    return found
 
 
 def warn_of_old_server(server: Server) -> None:
@@ -293,7 +321,7 @@ def supervise(
     """Runs the server until a signal ends it. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s foretoken: %(message)s", stream=sys.stderr)
     host, metrics_host = (LOOPBACK.get(at, at) for at in (config.host, config.metrics_host or config.host))
-    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key, metrics_host)
+    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key, metrics_host, config.grpc_server_cert is not None)
     supervisor = Supervisor(
         command,
         environment,

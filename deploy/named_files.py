@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 from backend.disaggregation_config import DisaggregationConfig, read_password
@@ -27,8 +28,31 @@ def check_own_files(config: ServeConfig) -> None:
             check_origin(origin)
         except ValueError as error:
             raise ConfigError(f"cors_origins {error}") from None
+    if config.grpc_server_cert is not None and config.grpc_server_key is not None:
+        check_certificates(config.grpc_server_cert, config.grpc_server_key, config.grpc_root_cert)
     if config.backend_directory is not None and not Path(config.backend_directory).is_dir():
         raise ConfigError(f"--backend-directory {config.backend_directory}: there is no such folder")
+
+
+def check_certificates(certificate: str, key: str, roots: str | None) -> None:
+    """Of Triton's gRPC port. Raises ConfigError: Triton starts with what is none, and then no client can connect."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for option, path in (("grpc_server_cert", certificate), ("grpc_server_key", key), ("grpc_root_cert", roots)):
+        try:
+            if path is not None:
+                Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{option} {path} cannot be read: {_explain(error)}") from None
+    try:
+        context.load_cert_chain(certificate, key, password="")  # else OpenSSL asks on the terminal
+    except ssl.SSLError:
+        message = f"is not the certificate of grpc_server_key {key}, or one of them is not in PEM, or the key has a password"
+        raise ConfigError(f"grpc_server_cert {certificate} {message}") from None
+    if roots is not None:
+        try:
+            context.load_verify_locations(roots)
+        except ssl.SSLError:
+            raise ConfigError(f"grpc_root_cert {roots} holds no certificate in PEM") from None
 
 
 def check_password(config: DisaggregationConfig) -> None:

@@ -70,6 +70,13 @@ class ServeConfig(Section):
     host: str = "127.0.0.1"
     """Address to listen on. The server asks nobody who they are: beyond this machine (0.0.0.0) only on a private network (operations.md).
     With port it is the gateway's address, and the server itself is this machine's own."""
+    grpc_server_cert: str | None = None
+    """Triton's gRPC interface speaks TLS, with the certificates in this file (PEM, its own first); clients write grpcs://HOST:PORT (operations.md).
+    HTTP has none: a proxy's."""
+    grpc_server_key: str | None = None
+    """With grpc_server_cert: its private key, a file in PEM without a password."""
+    grpc_root_cert: str | None = None
+    """With grpc_server_cert: let in only clients that have a certificate of these authorities (mutual TLS); a file in PEM."""
     metrics_host: str | None = None
     """Address of Triton's metrics: host (the default), or 0.0.0.0, for Prometheus on other machines; the supervisor reads them too."""
     max_request_size: int | str = "32MiB"
@@ -80,6 +87,8 @@ class ServeConfig(Section):
     """Where the server finds its backends; default: where it was installed."""
     drain_seconds: int = 30
     """How long running requests may go on after SIGTERM."""
+    triton_options: tuple[str, ...] = ()
+    """More of tritonserver's own options, as NAME=VALUE: `trace-config=rate=1`, `log-format=ISO8601`. Those that this program gives are refused."""
     log_verbose: int = 0
     """Triton's own log level; above 0 it says what every request does."""
     supervise: bool = True
@@ -108,6 +117,11 @@ class ServeConfig(Section):
             raise ConfigError("model_control_mode is the supervisor's own while it runs: add --no-supervise to control models yourself")
         if self.metrics_host not in (None, self.host, *ANY_ADDRESS):
             raise ConfigError(f"metrics_host must be host ({self.host}), 0.0.0.0 or ::, got {self.metrics_host!r:.80}")
+        for key, needed in (("grpc_server_cert", "grpc_server_key"), ("grpc_server_key", "grpc_server_cert"), ("grpc_root_cert", "grpc_server_cert")):
+            if (value := getattr(self, key)) is not None and getattr(self, needed) is None:
+                raise ConfigError(f"{key} {value!r:.80} has no effect without {needed}: TLS takes a certificate and its key")
+        if self.port and self.grpc_server_cert is not None:
+            raise ConfigError(f"grpc_server_cert is of the gRPC port, which with port ({self.port}) is for this machine alone: leave one of them out")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 1 to 65535, or 0 for none, got {self.port}")
         names = (self.served_model_name,) if isinstance(self.served_model_name, str) else self.served_model_name or ()
@@ -273,6 +287,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ports.add_argument("--host", help="address to listen on (default 127.0.0.1; 0.0.0.0: all, for a private network)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         ports.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
+    ports.add_argument("--grpc-server-cert", metavar="FILE", help="speak TLS on the gRPC port, with this certificate, in PEM (default: no TLS)")
+    ports.add_argument("--grpc-server-key", metavar="FILE", help="its private key")
+    ports.add_argument("--grpc-root-cert", metavar="FILE", help="let in only clients with a certificate of these authorities (mutual TLS)")
     ports.add_argument("--metrics-host", help="address of the metrics port: as --host (default), or 0.0.0.0")
     ports.add_argument("--status-port", type=int, metavar="PORT", help="the supervisor's /health, /live and /metrics (default 8003; 0: none)")
     ports.add_argument("--max-request-size", metavar="SIZE", help="of one HTTP request, where Triton can limit it (default 32MiB)")
@@ -293,6 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files and log")
     files.add_argument("--repository", metavar="DIR", help="where to render the model repository (default: the user's state folder)")
     files.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
+    files.add_argument("--triton-options", nargs="+", metavar="NAME=VALUE", help="more of tritonserver's own, such as log-format=ISO8601")
     files.add_argument("--log-verbose", type=int, metavar="LEVEL", help="Triton's own log level (default 0)")
     add_other_arguments(parser)
 

@@ -8,6 +8,7 @@ import json
 import queue
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -23,11 +25,12 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from client import AsyncClient, Client, GenerateError, sync
+from client import AsyncClient, Client, GenerateError, Tls, sync
 from client.http import HttpClient
 from client.loopback import is_loopback, without_proxy
 from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values, read_error
 from client.silence import SignsOfLife, Watch, listening_time
+from tests.certificates import make_certificates
 
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy")
 
@@ -74,7 +77,7 @@ def ready_port() -> Iterator[int]:
         ("127.0.0.1:8001", True), ("localhost:8001", True), ("LOCALHOST", True), ("[::1]:8001", True), ("127.9.9.9:1", True),
         ("http://127.0.0.1:8080/v1", True), ("http://[::1]/x", True), ("http://localhost/127.0.0.1", True),
         ("10.0.0.1:8001", False), ("example.com:8001", False), ("http://example.com/127.0.0.1", False), ("localhost.example.com:1", False),
-        ("[::2]:8001", False), ("", False), ("127.0.0.1.example.com:1", False),
+        ("grpcs://127.0.0.1:8001", True), ("grpcs://10.0.0.1:8001", False), ("[::2]:8001", False), ("", False), ("127.0.0.1.example.com:1", False),
     ],
 )  # fmt: skip
 def test_what_is_this_machine(url: str, expected: bool) -> None:
@@ -327,10 +330,15 @@ class _OneAfterTheOtherByHttp(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_a_server_that_sends_to_others_is_not_silent_by_http() -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _OneAfterTheOtherByHttp)
+@pytest.mark.parametrize("scheme", ["", "https://"])
+def test_a_server_that_sends_to_others_is_not_silent_by_http(tmp_path: Path, scheme: str) -> None:
+    server, tls = ThreadingHTTPServer(("127.0.0.1", 0), _OneAfterTheOtherByHttp), Tls()
+    if scheme:
+        made, context = make_certificates(tmp_path), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(made.server, made.server_key)
+        server.socket, tls = context.wrap_socket(server.socket, server_side=True), Tls(made.ca)
     threading.Thread(target=server.serve_forever).start()
-    client = HttpClient(f"127.0.0.1:{server.server_port}", inactivity_timeout=1.0)
+    client = HttpClient(f"{scheme}127.0.0.1:{server.server_port}", inactivity_timeout=1.0, tls=tls)
     try:
         with futures.ThreadPoolExecutor(2) as pool:
             busy, late = (pool.submit(client.generate, "x", request_id=name) for name in ("busy", "late"))

@@ -250,12 +250,13 @@ def test_the_longest_beginning_decides() -> None:
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert split_addresses("a:1, 10.0.0.1:2,[::1]:3") == ["a:1", "10.0.0.1:2", "[::1]:3"]
-    for bad in ("a", "a:", ":1", "a:0", "a:70000", "http://a:1", "a:1,", "a:1,a:1", "a..b:1", f"{'a' * 64}:1"):
+    assert split_addresses("a:1, 10.0.0.1:2,[::1]:3,grpcs://a:1") == ["a:1", "10.0.0.1:2", "[::1]:3", "grpcs://a:1"]
+    for bad in ("a", "a:", ":1", "a:0", "a:70000", "http://a:1", "grpcs://a", "grpcs://a:1/x", "a:1,", "a:1,a:1", "a..b:1", f"{'a' * 64}:1"):
         with pytest.raises(ValueError):
             split_addresses(bad)
     assert main(["gateway", "--upstream", "a:1,b"]) == 2 and "--upstream a:1,b: 'b' is no HOST:PORT" in capsys.readouterr().err
     assert [is_fleet(a) for a in ("127.0.0.1:1", "[::1]:1", "localhost:1", "a:1,b:1", "servers:1")] == [False] * 3 + [True] * 2
+    assert [is_fleet(a) for a in ("grpcs://127.0.0.1:1", "grpcs://localhost:1", "grpcs://servers:1")] == [False, False, True]
 
     def resolve(host: str, port: int, *_: object, **__: object) -> list:
         if host == "nobody":
@@ -265,6 +266,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     assert asyncio.run(find_addresses("servers:8001")) == ["10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
+    assert asyncio.run(find_addresses("grpcs://servers:1")) == ["grpcs://10.0.0.1:1", "grpcs://10.0.0.2:1", "grpcs://[fd00::1]:1"]
     assert asyncio.run(find_addresses("nobody:8001")) == [] and asyncio.run(find_addresses("10.0.0.9:1")) == ["10.0.0.9:1"]
 
 

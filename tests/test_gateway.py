@@ -777,6 +777,48 @@ class TestErrors:
         assert end == "[DONE]" and all(len(json.loads(part)["choices"]) == 1 for part in parts)
         assert not is_streamed or (answer.startswith(b"data: ") and answer.count(b"\n\n") == len(parts) + 1)
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_where_cached_tokens_lay(self, address, path):
+        """As `sglang.bench_serving --cache-report` asks for it."""
+        prompt = {"prompt": LOOPS * 4} if path == "/v1/completions" else {"messages": [{"role": "user", "content": LOOPS * 4}]}
+        body = {**prompt, "max_tokens": 2, "return_cached_tokens_details": True}
+        assert "sglext" not in json.loads(ask(address, path, {**body, "return_cached_tokens_details": False})[2])
+        whole = json.loads(ask(address, path, body)[2])
+        cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached and whole["sglext"] == {"cached_tokens_details": {"device": cached, "host": 0}}
+        for options, behind in (({}, 0), ({"stream_options": {"include_usage": True}}, 1)):
+            *parts, end = read_events(ask(address, path, {**body, "stream": True, **options})[2])
+            told = [json.loads(part) for part in parts]
+            assert end == "[DONE]" and [i for i, part in enumerate(told) if "sglext" in part] == [len(told) - 1 - behind]
+            assert told[-1 - behind]["choices"] == [] and told[-1 - behind]["sglext"] == whole["sglext"]
+
+    @pytest.mark.parametrize("begin", [b"0\r\n", b"0\r\nx: ", b"1;"], ids=["trailers", "one trailer", "extension"])
+    def test_what_is_neither_head_nor_body_has_a_limit(self, address, begin):
+        """Trailers were kept, without an end, beside what the head had."""
+        data = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+        host, _, port = address.removeprefix("http://").partition(":")
+        head = HEAD.format(path="/v1/completions", length="").replace("content-length: ", "transfer-encoding: chunked").encode()
+        answer = b""
+        with socket.create_connection((host, int(port)), timeout=60) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(head + b"%x\r\n%s\r\n" % (len(data), data) + begin)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(40):
+                    connection.sendall(b"x: y\r\n" * 10_000 if begin.endswith(b"0\r\n") else b"x" * 60_000)
+                connection.sendall(b"\r\n\r\n" if b"0" in begin else b"\r\n \r\n0\r\n\r\n")
+            while part := connection.recv(65536):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 400") and b"longer than 65536 bytes" in answer
+
+    def test_trailers_are_passed_over(self, address):
+        """They come when keys and sizes were looked at."""
+        data = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+        host, _, port = address.removeprefix("http://").partition(":")
+        head = HEAD.format(path="/v1/completions", length="").replace("content-length: ", "transfer-encoding: chunked").encode()
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(head + b"%x\r\n%s\r\n0\r\nx-request-id: mine\r\n\r\n" % (len(data), data))
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 200") and b"cmpl-mine" not in answer
+
     @pytest.mark.parametrize("pause", [0, 0.05], ids=["at once", "head first"])
     def test_another_protocol_is_not_spoken(self, address, pause):
         """Java's HttpClient asks for HTTP/2 with its first request, and Spring AI, for one, uses it: the body is the request's nevertheless."""

@@ -26,6 +26,7 @@ from client.bench.speculation import Acceptance, Counters, compare, read_counter
 from client.cli import read_json
 from client.loopback import check_address
 from client.messages import DEFAULT_GRPC_URL
+from client.tls import Tls, add_tls_arguments, read_tls
 
 DEFAULT_OPENAI_URL = "http://127.0.0.1:8080"
 DEFAULT_ENDPOINT = "/v1/completions"
@@ -130,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser, dataset: Sequence[Path]) -> N
     parser.description, parser.epilog, parser.formatter_class = DESCRIPTION, EXAMPLES, argparse.RawDescriptionHelpFormatter
     server = parser.add_argument_group("server")
     server.add_argument("--backend", choices=("grpc", "openai"), default="grpc", help="how to ask: Triton's gRPC stream (default), or OpenAI's API")
-    server.add_argument("--url", help=f"address (default: grpc {DEFAULT_GRPC_URL}, openai {DEFAULT_OPENAI_URL})")
+    server.add_argument("--url", help=f"address, by TLS grpcs:// or https:// (default: grpc {DEFAULT_GRPC_URL}, openai {DEFAULT_OPENAI_URL})")
     server.add_argument("--endpoint", default=DEFAULT_ENDPOINT, help=f"openai: or /v1/chat/completions (default {DEFAULT_ENDPOINT})")
     server.add_argument("--model", help="grpc: decode (default) or generate; openai: the model's name (default: the first that the server lists)")
     server.add_argument(
@@ -139,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser, dataset: Sequence[Path]) -> N
     server.add_argument(
         "--timeout", type=_above_zero, default=60.0, metavar="S", help="a server that sends nothing for so long has failed (default 60)"
     )
+    add_tls_arguments(server, has_http=True)
     data = parser.add_argument_group("prompts")
     text = "text files or folders, or one .jsonl file of {prompt, output_tokens} (default: code of Python's standard library)"
     data.add_argument("--dataset-path", type=Path, nargs="+", default=list(dataset), metavar="PATH", help=text)
@@ -206,14 +208,15 @@ async def send_all(
 def make_backend(args: argparse.Namespace) -> Backend:
     parameters = {"temperature": args.temperature, "top_p": args.top_p, "ignore_eos": args.ignore_eos or None, "speculative": args.speculative}
     parameters = {k: v for k, v in parameters.items() if v is not None}
+    tls = read_tls(args)
     if args.backend == "grpc":
-        return GrpcBackend(args.url or DEFAULT_GRPC_URL, args.model, parameters, args.timeout)
-    return OpenAIBackend(args.url or DEFAULT_OPENAI_URL, args.endpoint, args.model, parameters, args.timeout)
+        return GrpcBackend(args.url or DEFAULT_GRPC_URL, args.model, parameters, args.timeout, tls.at(args.url or DEFAULT_GRPC_URL))
+    return OpenAIBackend(args.url or DEFAULT_OPENAI_URL, args.endpoint, args.model, parameters, args.timeout, tls)
 
 
-def _read_counters(url: str) -> Counters | None:
+def _read_counters(url: str, tls: Tls) -> Counters | None:
     try:
-        return read_counters(url)
+        return read_counters(url, context=tls.context_of(url))
     except (OSError, ValueError) as error:
         print(f"foretoken bench: {url}: {error}: nothing will be said about speculation", file=sys.stderr)
         return None
@@ -228,12 +231,12 @@ async def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple
             if outcome.error is not None:
                 raise RuntimeError(f"the warm-up failed, so nothing was measured: {outcome.error}")
         await asyncio.sleep(SETTLE_SECONDS)
-        before = await asyncio.to_thread(_read_counters, args.metrics_url)
+        before = await asyncio.to_thread(_read_counters, args.metrics_url, read_tls(args))
         arrivals = make_arrivals(args.num_prompts, args.request_rate, args.burstiness, args.seed)
         with tqdm(total=args.num_prompts, unit="request", disable=args.disable_tqdm or not sys.stderr.isatty()) as progress:
             outcomes, duration = await send_all(backend, prompts, arrivals, args, progress)
         await asyncio.sleep(SETTLE_SECONDS)
-        after = await asyncio.to_thread(_read_counters, args.metrics_url) if before is not None else None
+        after = await asyncio.to_thread(_read_counters, args.metrics_url, read_tls(args)) if before is not None else None
     finally:
         await backend.close()
     if before is None or after is None:
@@ -259,6 +262,10 @@ def find_contradiction(args: argparse.Namespace) -> str | None:
             check_address(args.url)
         except ValueError as error:
             return f"--url: {error}"
+    try:
+        read_tls(args).check_use([args.url or (DEFAULT_GRPC_URL if args.backend == "grpc" else DEFAULT_OPENAI_URL), args.metrics_url])
+    except ValueError as error:
+        return str(error)
     path = args.result_filename
     if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         return f"--result-filename {path}: {'is a directory' if path.is_dir() else 'cannot be written'}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from client.aio import AsyncClient
 from client.bench.dataset import Prompt
 from client.messages import GenerateError
+from client.tls import Tls
 
 if TYPE_CHECKING:
     import aiohttp
@@ -73,8 +74,8 @@ class Backend(Protocol):
 class GrpcBackend:
     """Triton's gRPC stream, as `client.AsyncClient` speaks it."""
 
-    def __init__(self, url: str, model: str | None, parameters: dict[str, Any], timeout: float) -> None:
-        self._client = AsyncClient(url, model=model or "decode", inactivity_timeout=timeout)
+    def __init__(self, url: str, model: str | None, parameters: dict[str, Any], timeout: float, tls: Tls) -> None:
+        self._client = AsyncClient(url, model=model or "decode", inactivity_timeout=timeout, tls=tls)
         self._parameters = parameters
 
     async def stream(self, prompt: Prompt, seed: int) -> AsyncIterator[Sent]:
@@ -88,8 +89,9 @@ class GrpcBackend:
 class OpenAIBackend:
     """Server-sent events of an OpenAI-compatible server; the key is read from the variable OPENAI_API_KEY."""
 
-    def __init__(self, url: str, endpoint: str, model: str | None, parameters: dict[str, Any], timeout: float) -> None:
+    def __init__(self, url: str, endpoint: str, model: str | None, parameters: dict[str, Any], timeout: float, tls: Tls) -> None:
         self._url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self._context = tls.context_of(self._url)
         self._endpoint = endpoint
         self._model = model
         self._parameters = parameters
@@ -103,7 +105,8 @@ class OpenAIBackend:
 
             headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get("OPENAI_API_KEY")) else {}
             limits = aiohttp.ClientTimeout(total=None, sock_read=self._timeout, sock_connect=self._timeout)
-            self._opened = aiohttp.ClientSession(headers=headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0), read_bufsize=2**20)
+            connector = aiohttp.TCPConnector(limit=0, ssl=True if self._context is None else self._context)
+            self._opened = aiohttp.ClientSession(headers=headers, timeout=limits, connector=connector, read_bufsize=2**20)
         return self._opened
 
     async def _find_model(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ Counters = dict[tuple[str, str, int], float]
 """(name, method, position; -1 where a counter has none) -> value."""
 
 
-def read_counters(url: str, timeout: float = 10.0) -> Counters:
-    """The server's speculation counters. Raises OSError when the address does not answer, ValueError when it answers something else."""
-    with open_url(url, timeout) as response:
+def read_counters(url: str, timeout: float = 10.0, context: ssl.SSLContext | None = None) -> Counters:
+    """The server's speculation counters. context: of https:// URLs. Raises OSError when the address does not answer, ValueError when it answers
+    something else."""
+    with open_url(url, timeout, context) as response:
         text = response.read().decode()
     counters: Counters = defaultdict(float)
     for family in text_string_to_metric_families(text):

@@ -210,6 +210,12 @@ class Answer(Response):
             details |= {"reasoning_tokens": usage["reasoning_tokens"]} if isinstance(self._form, ChatForm) else {}
         return {**body, "completion_tokens_details": details} if details else body
 
+    def _sglext_body(self) -> dict[str, Any]:
+        """SGLang's extension of OpenAI's answers, as far as it is asked for."""
+        if not self._request.return_cached_tokens_details:
+            return {}
+        return {"sglext": {"cached_tokens_details": {"device": self._usage["cached_tokens"], "host": 0}}}
+
     def _metrics_body(self) -> dict[str, Any]:
         """vLLM's form of what speculation brought, which aiperf reads; of one completion alone, as there."""
         found = self._speculation
@@ -237,7 +243,7 @@ class Answer(Response):
         prompt: dict[str, Any] = {}
         for choice in choices:
             prompt |= self._take_prompt(choice)
-        return {**self._head, **prompt, "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
+        return {**self._head, **prompt, "choices": choices, "usage": self._usage_body(), **self._metrics_body(), **self._sglext_body()}
 
     def _take_prompt(self, part: dict[str, Any]) -> dict[str, Any]:
         """A chat's answer tells of the prompt beside its choices, of which a completion's have one each."""
@@ -258,10 +264,11 @@ class Answer(Response):
         return _event({**self._head, "object": self._form.chunk_object, **self._take_prompt(part), **usage, "choices": [part]})
 
     def _last_events(self) -> bytes:
-        if not self._request.stream_options.include_usage:
-            return b""
-        body = {**self._head, "object": self._form.chunk_object, "choices": [], "usage": self._usage_body()}
-        return _event({**body, **self._metrics_body()})
+        body = {**self._head, "object": self._form.chunk_object, "choices": []}
+        events = _event({**body, **extension}) if (extension := self._sglext_body()) else b""
+        if self._request.stream_options.include_usage:
+            events += _event({**body, "usage": self._usage_body(), **self._metrics_body()})
+        return events
 
     def _error_event(self, code: str | None, message: str, body: dict[str, Any]) -> bytes:
         return _event(body)

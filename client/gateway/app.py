@@ -31,6 +31,7 @@ from client.gateway.responses import ResponsesRequest
 from client.gateway.upstream import Servers, Upstream
 from client.loopback import open_url
 from client.messages import DEFAULT_GRPC_URL, GenerateError
+from client.tls import DEFAULT_TLS, Tls
 
 PAGE = Path(__file__).parent / "page"
 ANY_MODEL = "default"
@@ -66,6 +67,8 @@ class Settings:
     """Of the server's own metrics, which /metrics then has too."""
     has_vllm_metrics: bool = False
     """/metrics has those of the server once more, by vLLM's names."""
+    tls: Tls = DEFAULT_TLS
+    """Certificates for grpcs:// addresses and https:// URLs of metrics."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -90,8 +93,10 @@ def create_app(settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal upstream
-        several = is_fleet(settings.url)
-        upstream = Fleet(split_addresses(settings.url), settings.model, metrics) if several else Upstream(settings.url, settings.model)
+        if is_fleet(settings.url):
+            upstream = Fleet(split_addresses(settings.url), settings.model, metrics, settings.tls)
+        else:
+            upstream = Upstream(settings.url, settings.model, settings.tls.at(settings.url))
         await upstream.start()
         yield
         await upstream.close()
@@ -202,7 +207,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        others = await asyncio.gather(*(asyncio.to_thread(read_metrics, url) for url in settings.metrics_urls))
+        others = await asyncio.gather(*(asyncio.to_thread(read_metrics, url, settings.tls) for url in settings.metrics_urls))
         if settings.has_vllm_metrics:
             others.append(alias(b"".join(others).decode("utf-8", "replace"), settings.model_names).encode())
         return Response(b"".join([metrics.render(), *others]), media_type=CONTENT_TYPE)
@@ -219,10 +224,10 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def read_metrics(url: str) -> bytes:
+def read_metrics(url: str, tls: Tls) -> bytes:
     """The server's own metrics, as they are; none while it does not answer."""
     try:
-        with open_url(url, DESCRIBE_SECONDS) as response:
+        with open_url(url, DESCRIBE_SECONDS, tls.context_of(url)) as response:
             return response.read()
     except OSError:
         return b""

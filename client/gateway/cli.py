@@ -12,6 +12,7 @@ import urllib.parse
 
 from client.gateway.keys import check_origin, read_keys
 from client.messages import DEFAULT_GRPC_URL
+from client.tls import add_tls_arguments, read_tls
 
 DEFAULT_PORT = 8080
 DRAIN_SECONDS = 30
@@ -61,8 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="url",
         default=DEFAULT_GRPC_URL,
         metavar="HOST:PORT,...",
-        help=f"the server's gRPC address (default {DEFAULT_GRPC_URL}); several, or a name that has several addresses, share the requests",
+        help=f"the server's gRPC address (default {DEFAULT_GRPC_URL}); several, or a name that has several addresses, share the requests; "
+        "grpcs://HOST:PORT: by TLS",
     )
+    add_tls_arguments(parser, has_http=True)
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1, and with --api-keys all: 0.0.0.0)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}")
     parser.add_argument(
@@ -108,9 +111,15 @@ def run(args: argparse.Namespace) -> int:
         print("foretoken gateway: --vllm-metrics has nothing to rename: name the server's metrics with --metrics-url", file=sys.stderr)
         return 2
     try:
-        split_addresses(args.url)
+        addresses = split_addresses(args.url)
     except ValueError as error:
         print(f"foretoken gateway: --upstream {args.url}: {error}", file=sys.stderr)
+        return 2
+    try:
+        tls = read_tls(args)
+        tls.check_use([*addresses, *args.metrics_url])
+    except ValueError as error:
+        print(f"foretoken gateway: {error}", file=sys.stderr)
         return 2
     host = listen_on(args.host, bool(keys))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -123,11 +132,8 @@ def run(args: argparse.Namespace) -> int:
         # A terminal that closes asks as SIGTERM does; uvicorn does not hear of it, and streams would be cut.
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     names = tuple(args.served_model_name)
-    app = create_app(
-        Settings(
-            args.url, "decode", names, keys, admin_keys, tuple(args.cors_origin), args.max_body_bytes, tuple(args.metrics_url), args.vllm_metrics
-        )
-    )
+    origins, metrics_urls = tuple(args.cors_origin), tuple(args.metrics_url)
+    app = create_app(Settings(args.url, "decode", names, keys, admin_keys, origins, args.max_body_bytes, metrics_urls, args.vllm_metrics, tls))
     try:  # before anything is served: who started the gateway must learn of it
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         is_any = host == "::" and socket.has_dualstack_ipv6()  # IPv4's too, as everywhere else

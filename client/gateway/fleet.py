@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import ipaddress
 import logging
 import random
@@ -20,8 +21,9 @@ from typing import Any
 from client.gateway.beginnings import Beginnings, cut
 from client.gateway.metrics import Metrics
 from client.gateway.upstream import Corpus, Upstream
-from client.loopback import check_address
+from client.loopback import SECURE_GRPC, check_address
 from client.messages import Chunk, GenerateError
+from client.tls import DEFAULT_TLS, Tls
 
 logger = logging.getLogger("foretoken.gateway")
 
@@ -66,9 +68,10 @@ class Member:
 class Fleet:
     """The servers at some addresses; a name stands for all addresses that it has. The interface is Upstream's."""
 
-    def __init__(self, addresses: Sequence[str], model: str, metrics: Metrics) -> None:
+    def __init__(self, addresses: Sequence[str], model: str, metrics: Metrics, tls: Tls = DEFAULT_TLS) -> None:
         self._addresses = list(addresses)
         self._model = model
+        self._tls = tls
         self._metrics = metrics
         self._members: dict[str, Member] = {}
         self._beginnings = Beginnings()
@@ -97,13 +100,19 @@ class Fleet:
             await self._resolve()
 
     async def _resolve(self) -> None:
-        found = [url for address in self._addresses for url in await find_addresses(address)]
-        for url in found:
+        found = {url: address for address in self._addresses for url in await find_addresses(address)}
+        for url, address in found.items():
             if url not in self._members:
-                self._members[url] = member = Member(url, Upstream(url, self._model))
+                try:
+                    tls = self._tls if url == address else dataclasses.replace(self._tls, server_name=_host(address))  # certificates are of names
+                    upstream = Upstream(url, self._model, tls.at(url))
+                except ValueError as error:  # files may have changed since the start
+                    logger.warning("server %s cannot be asked: %s", url, error)
+                    continue
+                self._members[url] = member = Member(url, upstream)
                 member.watch = asyncio.create_task(self._keep_asking(member))
                 logger.info("server %s is among those asked", url)
-        for url in set(self._members) - set(found):
+        for url in self._members.keys() - found.keys():
             if self._members[url].num_open == 0:  # else at a later look
                 await self._remove(url)
 
@@ -224,9 +233,9 @@ class Fleet:
 
 
 async def find_addresses(address: str) -> list[str]:
-    """HOST:PORT, with each address of the host; a host that nobody knows now has none. Addresses stay as they are."""
-    host, _, port = address.rpartition(":")
-    bare = host.strip("[]")
+    """HOST:PORT, or grpcs://HOST:PORT, with each address of the host; a host that nobody knows now has none. Addresses stay as they are."""
+    bare = _host(address)
+    scheme, port = SECURE_GRPC if address.startswith(SECURE_GRPC) else "", address.rpartition(":")[2]
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(bare)
         return [address]
@@ -235,15 +244,19 @@ async def find_addresses(address: str) -> list[str]:
     except OSError as error:
         logger.warning("%s: %s", address, error)
         return []
-    found = [f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}" for family, _, _, _, place in entries]
-    return list(dict.fromkeys(found))
+    hosts = [f"[{place[0]}]" if family == socket.AF_INET6 else place[0] for family, _, _, _, place in entries]
+    return [f"{scheme}{host}:{port}" for host in dict.fromkeys(hosts)]
+
+
+def _host(address: str) -> str:
+    return address.removeprefix(SECURE_GRPC).rpartition(":")[0].strip("[]")
 
 
 def is_fleet(url: str) -> bool:
     """Whether it names several servers, or a name that may stand for several."""
     if "," in url:
         return True
-    host = url.rpartition(":")[0].strip("[]")
+    host = _host(url)
     try:
         ipaddress.ip_address(host)
         return False

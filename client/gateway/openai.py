@@ -95,6 +95,8 @@ class GenerateRequest(StructuredRequest):
     """vLLM's: each choice has token_ids, and the prompt's are told, which must be whole for it."""
     return_tokens_as_token_ids: bool = False
     """vLLM's: log-probabilities name tokens `token_id:N`, which tells those apart that write the same."""
+    return_cached_tokens_details: bool = False
+    """SGLang's: where the prompt's cached tokens lay, which is the device's memory."""
     # Of no effect on the answer:
     user: str | None = None
     metadata: dict[str, Any] | None = None

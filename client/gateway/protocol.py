@@ -48,15 +48,16 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class LimitedHeadProtocol(HttpToolsProtocol):
-    """Answers 400 to a head that goes on for longer, and hangs up; tells all requests of a connection when it is lost, where uvicorn tells the
-    newest alone, which may wait behind the one that is answered; and sends a stream to a client of HTTP/1.0 without the marks of chunks that it
-    would take for text.
+    """Answers 400 to a head that goes on for longer, or to what is neither head nor body (trailers, extensions of chunks), and hangs up; tells all
+    requests of a connection when it is lost, where uvicorn tells the newest alone, which may wait behind the one that is answered; and sends a stream
+    to a client of HTTP/1.0 without the marks of chunks that it would take for text.
 
     A client that closes its own side of a connection gets its answers: what is written to one that has closed both is answered by a reset.
     """
 
     _is_in_head = False
-    _num_head_bytes = 0
+    _num_other_bytes = 0
+    """Of the head, or read since then without any of the body. What comes with a head's beginning, or with some of the body, is one read at most."""
     _timer: asyncio.TimerHandle | None = None
     _cycles: tuple[RequestResponseCycle, ...] = ()
     _looking: asyncio.TimerHandle | None = None
@@ -103,8 +104,16 @@ class LimitedHeadProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
-        self._num_head_bytes = 0
+        self._num_other_bytes = 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # trailers would be added to what the head had
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_other_bytes = 0
+        super().on_body(body)
 
     @property
     def is_asking_for_more(self) -> bool:
@@ -128,16 +137,22 @@ class LimitedHeadProtocol(HttpToolsProtocol):
             _send_as_it_is(self.cycle)
 
     def on_message_complete(self) -> None:
+        self._num_other_bytes = 0
         if not self.is_asking_for_more:
             super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and all(cycle.response_complete for cycle in self._cycles):
             self._timer = self.loop.call_later(HEAD_SECONDS, self._expire)
-        self._num_head_bytes += len(data) if self._is_in_head else 0  # what came with the head's beginning is one read at most
+        self._num_other_bytes += len(data)
         super().data_received(data)
-        if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+        if self._num_other_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self._is_in_head:
+                self.send_400_response(f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+            elif self.cycle.response_started:
+                self.transport.close()
+            else:
+                self.send_400_response(f"The request's trailers, or an extension of its chunks, are longer than {MAX_HEAD_BYTES} bytes.")
 
     def _expire(self) -> None:
         self._timer = None

@@ -11,6 +11,7 @@ from client.aio import AsyncClient
 from client.gateway.forms import SpecialToken
 from client.messages import Chunk, GenerateError
 from client.silence import Watch
+from client.tls import DEFAULT_TLS, Tls
 
 PROBE_SECONDS = 3.0
 """How long a health probe waits for its one token."""
@@ -47,9 +48,9 @@ class Servers(Protocol):
 class Upstream:
     """One connection to a server, shared by all requests. It mends itself when the server comes back."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, tls: Tls = DEFAULT_TLS) -> None:
         self.url = url
-        self._client = AsyncClient(url, model=model)
+        self._client = AsyncClient(url, model=model, tls=tls)
         self._tokens: dict[int, bytes] = {}
         self._answered = -FRESH_SECONDS
         """When a request that was begun lately had its first answer."""

@@ -30,6 +30,7 @@ from locust.runners import MasterRunner, WorkerRunner
 from client import Client, GenerateError
 from client.bench.dataset import DatasetError, Prompt, read_prompts
 from client.loopback import is_loopback
+from client.tls import add_tls_arguments, read_tls
 from deploy.load.answers import Answer, Answers, WrongAnswer
 from training.heldout import list_heldout
 
@@ -47,8 +48,9 @@ SHAPES = {
 
 @events.init_command_line_parser.add_listener
 def add_arguments(parser: LocustArgumentParser) -> None:
-    parser.add_argument("--grpc-url", default="127.0.0.1:8001", help="Triton's gRPC address")
+    parser.add_argument("--grpc-url", default="127.0.0.1:8001", help="Triton's gRPC address, by TLS grpcs://HOST:PORT")
     parser.add_argument("--openai-url", default="http://127.0.0.1:8080", help="the gateway's address; OPENAI_API_KEY holds the key")
+    add_tls_arguments(parser, has_http=True)
     parser.add_argument("--dataset-path", nargs="+", default=[], help="text files or folders (default: code of Python's standard library)")
     parser.add_argument("--num-prompts", type=int, default=64, help="different prompts")
     parser.add_argument("--output-len", type=int, default=64, help="tokens to ask for")
@@ -75,6 +77,10 @@ def prepare(environment: Environment, **_: Any) -> None:
     for option, number in (("--num-prompts", options.num_prompts), ("--output-len", options.output_len)):
         if number < 1:
             sys.exit(f"{option} must be at least 1, got {number}")
+    try:
+        read_tls(options).check_use([options.grpc_url, options.openai_url])
+    except ValueError as error:
+        sys.exit(str(error))
     paths = [Path(p) for p in options.dataset_path] or list(list_heldout().values())
     try:  # what is wrong is said before the load, not after it
         prompts = read_prompts(paths, options.num_prompts, (200, 1600), (options.output_len, options.output_len), seed=0)
@@ -172,7 +178,8 @@ class GrpcUser(StreamingUser):
     protocol = "grpc"
 
     def on_start(self) -> None:
-        self.client = Client(self.environment.parsed_options.grpc_url)
+        options = self.environment.parsed_options
+        self.client = Client(options.grpc_url, tls=read_tls(options).at(options.grpc_url))
 
     def on_stop(self) -> None:
         self.client.close()
@@ -195,11 +202,16 @@ class OpenAIUser(StreamingUser):
 
     def on_start(self) -> None:
         self.session = requests.Session()
-        self.session.trust_env = not is_loopback(self.environment.parsed_options.openai_url)
+        options = self.environment.parsed_options
+        self.session.trust_env = not is_loopback(options.openai_url)
+        tls = read_tls(options)
+        self.session.verify = not tls.insecure and (tls.root_certificates or True)
+        if tls.certificate_chain is not None and tls.private_key is not None:
+            self.session.cert = tls.certificate_chain, tls.private_key
         if key := os.environ.get("OPENAI_API_KEY"):
             self.session.headers["Authorization"] = f"Bearer {key}"
         try:
-            models = self.session.get(f"{self.environment.parsed_options.openai_url}/v1/models", timeout=30)
+            models = self.session.get(f"{options.openai_url}/v1/models", timeout=30)
             models.raise_for_status()
             self.model = models.json()["data"][0]["id"]
         except (requests.RequestException, ValueError, LookupError) as error:

@@ -71,19 +71,24 @@ class ServerApi:
     key: str
     metrics_host: str | None = None
     """Of the metrics port; None: as the others'."""
+    has_grpc_tls: bool = False
 
-    def ask(self, port: int, path: str, body: object = None) -> http.client.HTTPConnection:
-        """Sends a request; its answer can be read from the connection. Raises OSError."""
+    def ask(self, port: int, path: str, body: object = None, *, is_restricted: bool = False) -> http.client.HTTPConnection:
+        """Sends a request; its answer can be read from the connection. is_restricted: it wants the key. Raises OSError."""
         host = self.metrics_host or self.host if port == self.metrics_port else self.host
         connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
-        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **({KEY_HEADER: self.key} if is_restricted else {})}
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
         return connection
 
     def load(self, model: str) -> str:
         """Loads a model, in the place of one that is loaded. Returns why it failed, or "".
 
-        Over gRPC: the HTTP thread that loads a model says nothing to its other clients meanwhile.
+        Over gRPC: the HTTP thread that loads a model says nothing to its other clients meanwhile. Where gRPC speaks TLS, which may want a certificate
+        of its clients that nobody gave this one, over HTTP all the same.
         """
+        if self.has_grpc_tls:
+            return self._load_over_http(model)
         import tritonclient.grpc as triton_grpc
         from tritonclient.utils import InferenceServerException
 
@@ -94,6 +99,16 @@ class ServerApi:
         except InferenceServerException as error:
             return str(error)
         return ""
+
+    def _load_over_http(self, model: str) -> str:
+        try:
+            with contextlib.closing(self.ask(self.http_port, f"/v2/repository/models/{model}/load", {}, is_restricted=True)) as connection:
+                connection.sock.settimeout(None)
+                response = connection.getresponse()
+                text = response.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            return str(error)
+        return "" if response.status == 200 else text
 
     def read_progress(self, model: str) -> list[str]:
         """What those lines say; nothing while they cannot be read."""
