@@ -34,6 +34,10 @@ MODELOPT_FILE = "hf_quant_config.json"
 OLD_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where AutoGPTQ and AutoAWQ wrote it, before transformers read their checkpoints."""
 
+GGUF_SUFFIX = ".gguf"
+GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""The end of the name of one of several files, counted from 1: llama.cpp's split ones."""
+
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 """Of files that hold weights that are not read: pickles, which may run what is in them, and parts without their index."""
 
@@ -259,11 +263,51 @@ def list_pickled(path: Path) -> frozenset[str]:
         return frozenset()
 
 
+def find_gguf(path: Path) -> Path | None:
+    """A GGUF file itself, or the one of a folder that holds no other model, its first part where it is split; None: a folder has none.
+
+    Raises ModelError for a folder of several.
+    """
+    if not path.is_dir():
+        return path
+    if is_named(path / "config.json"):
+        return None
+    by_model: dict[str, Path] = {}
+    for file in sorted(path.glob(f"*{GGUF_SUFFIX}")):
+        by_model.setdefault(GGUF_PART.sub(r"-of-\2", file.name), file)
+    if len(by_model) > 1:
+        named = ", ".join(file.name for file in list(by_model.values())[:5])
+        raise ModelError(f"{path} has several GGUF files ({named}{', ...' if len(by_model) > 5 else ''}): name one of them")
+    return next(iter(by_model.values()), None)
+
+
+def find_gguf_parts(path: Path) -> list[Path]:
+    """All files of a split GGUF file, any of which is named, be it by a link; else the file alone. Raises ModelError for those that are not there."""
+    check_regular(path)
+    # The hub's cache has links by the parts' names to files that are named otherwise; somebody's own link may be called as they like.
+    for own in (path, path.resolve()):
+        if found := GGUF_PART.search(own.name):
+            break
+    else:
+        return [path]
+    number, count = map(int, found.groups())
+    if not 1 <= number <= count:
+        raise ModelError(f"{own}: a part of {count} is numbered from 1 to {count}, not {number}")
+    parts = [own.with_name(f"{own.name[: found.start()]}-{i:05}-of-{count:05}{GGUF_SUFFIX}") for i in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ModelError(f"{own} is one of {count} parts; missing beside it: {', '.join(missing[:5])}{more}")
+    for part in parts:
+        check_regular(part)
+    return parts
+
+
 def name_others(directory: Path) -> str:
     """The end of a message that a folder has no weights: what it has instead, and what to do."""
     found = sorted(path.name for path in directory.iterdir() if path.suffix in OTHER_WEIGHTS)
     if not found:
-        return ""
+        own = min((path.name for path in directory.glob(f"*{GGUF_SUFFIX}")), default="")
+        return f"; to serve {own}, which is a GGUF file, name that" if own else ""
     if found[0].endswith(".safetensors"):
         return f"; of {len(found)} files such as {found[0]} the index is missing"
     return f"; {found[0]} is a pickle, which is not read as a model: save it anew as safetensors, with transformers' save_pretrained"
