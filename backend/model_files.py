@@ -9,7 +9,7 @@ import pickletools
 import re
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,12 @@ MODELOPT_FILE = "hf_quant_config.json"
 OLD_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where AutoGPTQ and AutoAWQ wrote it, before transformers read their checkpoints."""
 
+POINTER, MAX_POINTER_BYTES = b"version https://git-lfs", 1024
+"""How a file begins that stands for one which Git LFS has, and how long such files may be."""
+ADAPTER_FILE = "adapter_config.json"
+MERGED = "adapters are not served: merge it into the model, with PEFT's merge_and_unload, and save that"
+ADAPTER = re.compile(r"\.(lora_(A|B|E|embedding_A|embedding_B|magnitude_vector)|base_layer)\.")
+"""Of a model that an adapter was put into: its own weights, and what the model's are called beside them."""
 GGUF_SUFFIX = ".gguf"
 GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """The end of the name of one of several files, counted from 1: llama.cpp's split ones."""
@@ -76,7 +82,17 @@ def check_regular(path: Path) -> int:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} cannot be read: it is not a regular file")
+    if status.st_size < MAX_POINTER_BYTES and _is_pointer(path):
+        raise ModelError(f"{path} is Git LFS's pointer to a file, not the file itself: fetch that with `git lfs pull`, or download it")
     return status.st_size
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(POINTER)) == POINTER
+    except OSError:  # whoever reads it says so
+        return False
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,6 +117,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise ModelError(f"{directory} is a file, and a model is a folder; of a GGUF file `foretoken convert` makes one")
     if not directory.is_dir():
         raise ModelError(f"model folder {directory} does not exist")
+    if is_named(adapter := directory / ADAPTER_FILE) and not is_named(directory / "config.json"):
+        model = read_json(adapter).get("base_model_name_or_path")
+        raise ModelError(f"{directory} is an adapter (LoRA) for {model!r:.200}, and no model: {MERGED}")
     config = _merge_text(read_json(directory / "config.json"))
     if config.get(MODULES) is None and (count := next((config[name] for name in MODULE_NAMES if config.get(name) is not None), None)) is not None:
         config[MODULES] = count
@@ -311,6 +330,20 @@ def name_others(directory: Path) -> str:
     if found[0].endswith(".safetensors"):
         return f"; of {len(found)} files such as {found[0]} the index is missing"
     return f"; {found[0]} is a pickle, which is not read as a model: save it anew as safetensors, with transformers' save_pretrained"
+
+
+def explain_missing(missing: Sequence[str], names: Collection[str]) -> str:
+    """The end of a message that weights are missing: what has been put around the model, or taken away, where that is all. names: of the folder's."""
+    if any(ADAPTER.search(name) for name in names):
+        return f"; the weights are those of an adapter (LoRA): {MERGED}"
+    before = next((name.removesuffix(missing[0]) for name in names if name.endswith(f".{missing[0]}")), "")
+    if before and all(f"{before}{name}" in names for name in missing):
+        return f"; all are there with {before!r} before their names, by what it was wrapped in: save the model inside"
+    after = missing[0].partition(".")[2]
+    if after in names and all(name.partition(".")[2] in names for name in missing):
+        first = missing[0].removesuffix(after)
+        return f"; all are there without {first!r} before their names: save the whole model"
+    return ""
 
 
 def name_tokenizers(directory: Path) -> str:
