@@ -26,6 +26,7 @@ from backend.model_files import (
     expand_user,
     find_gguf,
     find_gguf_parts,
+    is_named,
     sample_bytes,
     settle_path,
 )
@@ -94,18 +95,36 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
         raise ConfigError(f"revision {source.revision!r:.80} is of a name on the hub; {model} is a path")
     file = find_gguf(path) if path.is_dir() else path if path.suffix == GGUF_SUFFIX and (is_path or not NAME.fullmatch(str(model))) else None
     if file is not None:
-        parts = find_gguf_parts(file)
-        if source.is_served:
-            check_ascii("the cache of converted models", cache_directory(), "set XDG_CACHE_HOME")
-        return find_converted(parts, source.convert)
+        return _convert(file, source)
     if path.is_dir():
+        _check_snapshot(path)
         return with_tokenizer(settle_path(path))
     if path.exists():
         raise ModelError(f"{model} is no model folder: name a folder with config.json, a GGUF file ({GGUF_SUFFIX}), or a name on the hub (ORG/NAME)")
     if is_path or not NAME.fullmatch(str(model)):
         quoted = "; a shell replaces no variable between single quotes" if "$" in str(model) else ""
         raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME){quoted}")
-    return with_tokenizer(download(str(model), source))
+    folder = download(str(model), source)
+    if (file := find_gguf(folder)) is not None:  # which somebody has fetched before
+        return _convert(file, source)
+    if not is_named(folder / "config.json"):
+        raise ModelError(f"{model} has no config.json: of a repository of GGUF files download one (all of its parts), and name the file")
+    return with_tokenizer(folder)
+
+
+def _check_snapshot(path: Path) -> None:
+    """Raises ModelError for a repository in the hub's cache as a whole, whose files are in folders of it by their commits."""
+    if not is_named(path / "config.json") and path.name.startswith("models--") and (snapshots := path / "snapshots").is_dir():
+        named = path.name.removeprefix("models--").replace("--", "/")
+        raise ModelError(f"{path} is the hub's cache of {named}: name that, or a folder in {snapshots}")
+
+
+def _convert(file: Path, source: Source) -> Path:
+    """The folder that a GGUF file became."""
+    parts = find_gguf_parts(file)
+    if source.is_served:
+        check_ascii("the cache of converted models", cache_directory(), "set XDG_CACHE_HOME")
+    return find_converted(parts, source.convert)
 
 
 def download(name: str, source: Source) -> Path:
