@@ -119,7 +119,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise ModelError(f"model folder {directory} does not exist")
     if is_named(adapter := directory / ADAPTER_FILE) and not is_named(directory / "config.json"):
         model = read_json(adapter).get("base_model_name_or_path")
-        raise ModelError(f"{directory} is an adapter (LoRA) for {model!r:.200}, and no model: {MERGED}")
+        of = f" for {model!r:.200}" if model else ""
+        raise ModelError(f"{directory} is an adapter (LoRA){of}, and no model: {MERGED}")
     config = _merge_text(read_json(directory / "config.json"))
     if config.get(MODULES) is None and (count := next((config[name] for name in MODULE_NAMES if config.get(name) is not None), None)) is not None:
         config[MODULES] = count
