@@ -3,7 +3,7 @@
 // Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
 // MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; TILE keys, 64 or 128, of each of the STAGES of the KV
 // pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them;
-// WINDOW, CAP_BITS, TREE, E4M3: see attention_items.cuh; attention_codes.cuh has what codes need.
+// WINDOW, CAP_BITS, TREE, WHOLE, E4M3: see attention_items.cuh; attention_codes.cuh has what codes need.
 // Of codes, of each KV head: key_scales, which its scores are multiplied with, and value_factors, one by what its results are.
 
 #include "attention_merge.cuh"
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                     }
             }
             const bool is_past_window = WINDOW && token <= item.first_visible + (item.row_start + item.num_rows - 1) / GROUP - WINDOW;
-            if (is_past_window || token + TILE > min(last, item.first_visible + (TREE ? 0 : item.row_start / GROUP) + 1)) {
+            if (is_past_window || token + TILE > min(last, item.first_visible + (TREE || WHOLE ? 0 : item.row_start / GROUP) + 1)) {
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                         const int first_key = token + warp * 16 + (lane & 3) * 2, query = (item.row_start + min(row, item.num_rows - 1)) / GROUP;
                         const unsigned long long own = TREE && !item.is_prefix ? seen_rows[item.query_start + query] | 1 : 1;
                         const int newest = item.first_visible + (TREE ? __popcll(own) - 1 : (item.row_start + row) / GROUP);  // by position
-                        const int seen = min(last, TREE ? last : newest + 1) - first_key, unseen = newest + 1 - WINDOW - first_key;
+                        const int seen = min(last, TREE || WHOLE ? last : newest + 1) - first_key, unseen = newest + 1 - WINDOW - first_key;
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             const int key = (i >> 1) * 8 + (i & 1);

@@ -70,10 +70,11 @@ def choose_shape(
     cap: float | None = None,
     has_trees: bool = False,
     is_e4m3: bool = False,
+    is_whole: bool = False,
 ) -> dict[str, int]:
     """What attention.cu is compiled with for a batch size and its bounds. heads: of queries, of keys and values, and their size; gpu: the
     current one when not given; window: tokens that a query sees, itself with them; cap: of scores. Neither goes with prefixes. has_trees: new
-    tokens of some requests are trees. is_e4m3: pages hold codes of e4m3.
+    tokens of some requests are trees. is_e4m3: pages hold codes of e4m3. is_whole: queries see all of their request's new tokens.
 
     Raises KernelError where the GPU has too little shared memory for such heads."""
     if has_prefixes and (window is not None or cap is not None):
@@ -84,6 +85,8 @@ def choose_shape(
         defines["TREE"] = 1
     if is_e4m3:
         defines["E4M3"] = 1
+    if is_whole:
+        defines["WHOLE"] = 1
     if window is not None:
         defines["WINDOW"] = window
     if cap is not None:
@@ -193,10 +196,11 @@ class AttentionPlan:
         cap: float | None = None,
         seen: torch.Tensor | None = None,
         is_e4m3: bool = False,
+        is_whole: bool = False,
     ) -> None:
         """window: tokens that a query sees, itself with them; cap: scores become cap tanh(score / cap). seen [T] int64, of packed rows: where new
         tokens are trees, which of its request's each sees, a bit each; a window is larger than a tree is deep then. is_e4m3: pages hold codes
-        of e4m3."""
+        of e4m3. is_whole: queries see all of their request's tokens, from where their own window begins on."""
         batch, (num_query_heads, num_kv_heads, head_dim) = len(seq_lens), heads
         lists = {"cu_query_lens": cu_query_lens, "seq_lens": seq_lens, "table_rows": table_rows}
         if prefixes is not None:
@@ -224,7 +228,8 @@ class AttentionPlan:
             raise ValueError(f"seen is {seen.dtype} {list(seen.shape)}; must be int64 [T], contiguous")
         if seen is not None and max_query_len > MAX_NODES + 1:
             raise ValueError(f"max_query_len is {max_query_len}; the limit is {MAX_NODES + 1} where new tokens are trees")
-        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None, None, window, cap, seen is not None, is_e4m3)
+        kind = (window, cap, seen is not None, is_e4m3, is_whole)
+        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None, None, *kind)
         self.seen = seen
         cluster, rows, tile = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "TILE"))
         self._block, self._min_tiles = (2 * tile, 1, 1), MIN_KEYS // tile

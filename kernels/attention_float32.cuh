@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
     for (int i = next; item.num_rows > 0; ++i) {
         const float key_scale = E4M3 ? key_scales[item.kv_head] : 1, value_factor = E4M3 ? value_factors[item.kv_head] : 1;
         for (int row = warp; row < item.num_rows; row += WARPS) {
-            const int r = item.row_start + row, visible = min(item.token_end, item.first_visible + r / GROUP + 1);
+            const int r = item.row_start + row, visible = WHOLE ? item.token_end : min(item.token_end, item.first_visible + r / GROUP + 1);
             const float4* q = (const float4*)(query + (int64_t)(item.query_start + r / GROUP) * query_stride + (item.kv_head * GROUP + r % GROUP) * HEAD_DIM);
             float peak = -INFINITY, total = 0, sums[HEAD_DIM / 32] = {};
             const unsigned long long own = TREE ? seen[item.query_start + r / GROUP] | 1 : 1;

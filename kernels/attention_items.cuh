@@ -17,6 +17,9 @@ constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;
 #ifndef TREE
 #define TREE 0  // 1: a query sees, of its request's new tokens, those that its word says
 #endif
+#ifndef WHOLE
+#define WHOLE 0  // 1: a query sees all of its request's new tokens; a window begins where it would if it saw those up to its own. Not with TREE
+#endif
 #ifndef E4M3
 #define E4M3 0  // 1: pages hold codes of e4m3; those of a KV head have one scale for keys and one for values
 #endif

@@ -27,11 +27,12 @@ class CpuStepAttention:
         seen: torch.Tensor | None,
         *,
         is_e4m3: bool,
+        is_whole: bool,
     ) -> None:
         """As the fields of `StepAttention`."""
         self._cu, self._seq_lens, self._indices, self._table = cu_query_lens, seq_lens, indices, page_table
-        self._page_size, self._heads, self._dtype, self._seen = page_size, heads, dtype, seen
-        self._has_kernel = not is_e4m3 and not heads.latent_rank and cpu_attention.is_usable(heads.size, dtype)
+        self._page_size, self._heads, self._dtype, self._seen, self._is_whole = page_size, heads, dtype, seen, is_whole
+        self._has_kernel = not is_e4m3 and not is_whole and not heads.latent_rank and cpu_attention.is_usable(heads.size, dtype)
         self._all: reference.AttentionPlan | None = None
         """The twin's plan of all rows, once a layer needs it."""
         self._few: cpu_attention.CpuRows | None = None
@@ -107,4 +108,5 @@ class CpuStepAttention:
         num_groups = self._heads.num_query // self._heads.num_kv
         seen = None if self._seen is None else self._seen.numpy()  # of active requests, as the others have no rows
         lens = [lens[b] for b in active]
-        return reference.plan_attention(query_lens, lens, pages, self._page_size, num_groups, self._dtype, seen=seen, min_query_len=min_query_len)
+        sizes = (self._page_size, num_groups, self._dtype)
+        return reference.plan_attention(query_lens, lens, pages, *sizes, seen=seen, min_query_len=min_query_len, is_whole=self._is_whole)

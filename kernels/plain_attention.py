@@ -32,24 +32,26 @@ class PlainAttention:
         page_size: int,
         max_seq_len: int,
         seen: torch.Tensor | None = None,
+        ahead: int = 0,
     ) -> None:
-        """seen [T] int64: see `kernels.step_rows.StepRows`."""
+        """seen [T] int64: see `kernels.step_rows.StepRows`; ahead: queries of a request at most, where each sees all of them; 0: they see those up to
+        their own."""
         self._cu, self._seq_lens, self._indices, self._table = cu_query_lens, seq_lens, request_indices, page_table
-        self._page_size, self._max_seq_len, self._seen = page_size, max_seq_len, seen
-        self._rows: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._page_size, self._max_seq_len, self._seen, self._ahead = page_size, max_seq_len, seen, ahead
+        self._rows: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._trees: _Trees | None = None
 
     def refresh(self) -> None:
         """The lengths that the tensors hold are others now."""
         self._rows = None
 
-    def _locate(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of packed rows from `first` on: places in the page table [T], and of the last key that each sees [T]."""
+    def _locate(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of packed rows from `first` on: places in the page table [T], of the last key that each sees [T], and of each row itself [T]."""
         if self._rows is None or self._rows[0] != count:
             rows = torch.arange(first, first + count, dtype=torch.int32, device=self._cu.device)
             owners = torch.searchsorted(self._cu[1:], rows, right=True).clamp_(max=len(self._seq_lens) - 1)
-            last = self._seq_lens[owners] - (self._cu[owners + 1] - rows)
-            self._rows = (count, self._indices[owners].long(), last)
+            own = self._seq_lens[owners] - (self._cu[owners + 1] - rows)
+            self._rows = (count, self._indices[owners].long(), self._seq_lens[owners] - 1 if self._ahead else own, own)
             if self._seen is not None:
                 self._trees = _Trees(self._seen[first : first + count], self._cu[owners] - first, self._seq_lens[owners] - self._cu.diff()[owners])
         return self._rows[1:]
@@ -99,19 +101,21 @@ class PlainAttention:
         cap: float | None,
     ) -> torch.Tensor:
         num_rows, num_heads, _ = query.shape
-        indices, lasts = self._locate(first, num_rows)
+        indices, lasts, places = self._locate(first, num_rows)
         out = query.new_empty(num_rows, num_heads, value_size)
         width, span = self._table.shape[1], self._max_seq_len if window is None else min(window, self._max_seq_len)
         trees = self._trees
         if trees is not None and window is not None:  # slots go on further than positions do
             span = min(span + MAX_NODES, self._max_seq_len)
+        if window is not None:
+            span = min(span + self._ahead, self._max_seq_len)
         for begin in range(0, num_rows, ROWS):
             rows = slice(begin, begin + ROWS)
             q, last = query[rows].float().unflatten(1, (num_kv, -1)), lasts[rows, None]
             table = self._table[indices[rows]].long()
             peak = q.new_full(q.shape[:-1], float("-inf"))
             total, sums = torch.zeros_like(peak), q.new_zeros(*q.shape[:-1], value_size)
-            newest = last if trees is None else trees.positions[rows, None]
+            newest = places[rows, None] if trees is None else trees.positions[rows, None]
             low = torch.zeros_like(last) if window is None else (newest - window + 1).clamp_(min=0)  # the first key that each row sees
             count = min(KEYS // len(last), span)
             for start in range(0, span, count):

@@ -70,6 +70,8 @@ class StepAttention:
     """[T] int64: what rows that decode see of their request's, where some are trees: see `step_rows.StepRows`."""
     is_e4m3: bool = False
     """Whether pages hold codes of e4m3."""
+    is_whole: bool = False
+    """Queries see all of their request's tokens, from where their own window begins on. Not with prompts, prefixes, trees or latents."""
     max_first_row: int = 0
     """Where rows that decode begin at most, if others lie before them and num_prompts does not say so."""
     _decoding: attention.AttentionPlan | latents.LatentPlan | None = field(default=None, init=False)
@@ -88,21 +90,21 @@ class StepAttention:
             raise ValueError(f"{prompts} prompts of {batch} rows have {bounds} rows, most queries, most keys, and keys; each must be at least 1")
         if (self.prefix_group is None) != (self.prefix_len is None):
             raise ValueError("prefix_group and prefix_len go together; one of them is missing")
-        for name, tensor, length in (
-            ("cu_query_lens", self.cu_query_lens, batch + 1),
-            ("seq_lens", self.seq_lens, batch),
-            ("request_indices", self.request_indices, batch),
-        ):
+        if self.is_whole and (prompts or self.prefix_len is not None or self.seen is not None or self.heads.latent_rank):
+            raise ValueError("is_whole goes with no prompts, prefixes, trees or latents")
+        named = {"cu_query_lens": self.cu_query_lens, "seq_lens": self.seq_lens, "request_indices": self.request_indices}
+        for name, tensor in named.items():
+            length = batch + (name == "cu_query_lens")
             if tensor.shape != (length,) or tensor.dtype != torch.int32:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; must be int32 [{length}]")
         if self.seq_lens.device.type != "cuda":
             tensors = (self.cu_query_lens, self.seq_lens, self.request_indices, self.page_table)
-            self._on_cpu = CpuStepAttention(*tensors, self.page_size, self.heads, self.dtype, self.seen, is_e4m3=self.is_e4m3)
+            self._on_cpu = CpuStepAttention(*tensors, self.page_size, self.heads, self.dtype, self.seen, is_e4m3=self.is_e4m3, is_whole=self.is_whole)
             return
         if batch == prompts:
             return
         lists = (self.cu_query_lens[prompts:], self.seq_lens[prompts:], self.request_indices[prompts:])
-        self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len, self.seen)
+        self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len, self.seen, self.max_query_len * self.is_whole)
         self._decoding = self._plan_latents(*lists) if self.heads.latent_rank else self._plan_keys()
 
     @property
@@ -152,19 +154,18 @@ class StepAttention:
             cap=cap,
             seen=self.seen,
             is_e4m3=self.is_e4m3,
+            is_whole=self.is_whole,
         )
 
     def _kind(self, window: int | None, cap: float | None) -> attention.AttentionPlan | None:
         """The plan of layers with such a window and cap, where a kernel computes them."""
         if window is None and cap is None:
             return self._decoding if isinstance(self._decoding, attention.AttentionPlan) else None
-        if (window, cap) not in self._kinds:
-            plan = self._plan_keys(window, cap)
-            if plan is None:
-                return None
+        plan = self._kinds.get((window, cap)) or self._plan_keys(window, cap)
+        if plan is not None and (window, cap) not in self._kinds:
             plan.refresh()
             self._kinds[window, cap] = plan
-        return self._kinds[window, cap]
+        return plan
 
     @property
     def compiled_rows(self) -> CpuRows | None:

@@ -53,9 +53,10 @@ def load_attention(
     kinds: Collection[tuple[int | None, float | None]] = (),
     has_trees: bool = False,
     is_e4m3: bool = False,
+    is_whole: bool = False,
 ) -> None:
-    """Attention of up to max_batch rows that decode, at most `widths` queries each. kinds: windows and caps of scores that layers
-    have, where they have any; has_trees: some of the queries are trees; is_e4m3: pages hold codes of e4m3."""
+    """Attention of up to max_batch rows that decode, at most `widths` queries each. kinds: windows and caps of scores that layers have, if they
+    have any; has_trees: some of the queries are trees; is_e4m3: pages hold codes of e4m3; is_whole: see `attention.AttentionPlan`."""
     gpu = gpu_of(device)
     if heads.latent_rank:
         for latent_shape in {latent_attention.choose_shape(width, page_size, heads, dtype, gpu, is_e4m3) for width in widths} - {None}:
@@ -67,7 +68,7 @@ def load_attention(
     for width in widths:
         for batch in range(1, max_batch + 1):
             for kind in ((None, None), *(() if has_prefixes else kinds)):
-                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind, has_trees, is_e4m3)
+                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind, has_trees, is_e4m3, is_whole)
                 shapes[tuple(defines.items())] = defines
     for defines in shapes.values():
         attention.load_all(device, defines)

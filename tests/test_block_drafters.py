@@ -53,6 +53,13 @@ class Kind:
     num_skipped: int = 0
     """Rows of a block before that of the first draft."""
     is_causal: bool = False
+    """In layers without windows."""
+    windows: tuple[int | None, ...] = (None, None)
+    """Of layers."""
+    are_windows_causal: bool = True
+    """Else rows see all of a block,"""
+    is_window_shared: bool = True
+    """and before it as many tokens each; or those from where they would begin if each row were the last one."""
     is_interleaved: bool = False
     """Numbers 2 i and 2 i + 1 of a head turn together."""
     is_whole: bool = False
@@ -152,6 +159,74 @@ KINDS = [
     Kind("neighbours turn", config=DFLASH.config | {"is_neox_style": False}, mask=301, num_skipped=1, is_interleaved=True),
 ]
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = {"use_sliding_window": True, "layer_types": [SLIDING, FULL]}
+LATER = {"use_sliding_window": True, "layer_types": [FULL, SLIDING]}
+WINDOWED = [
+    Kind("window", config=DFLASH.config | MIXED | {"sliding_window": 7}, mask=301, num_skipped=1, windows=(7, None)),
+    Kind("window larger than the context", config=DFLASH.config | MIXED | {"sliding_window": 9999}, mask=301, num_skipped=1, windows=(9999, None)),
+    Kind("window as the context", config=DFLASH.config | LATER | {"sliding_window": 38}, mask=301, num_skipped=1, windows=(None, 38)),
+    Kind(
+        "windows by number",
+        config=DFLASH.config | {"use_sliding_window": True, "sliding_window": 1, "max_window_layers": 1},
+        mask=301,
+        num_skipped=1,
+        windows=(None, 1),
+    ),
+    Kind(
+        "causal, windows in all layers",
+        config={"block_size": 5, "layer_types": [FULL] * 2, "dflash_config": LISTED | {"use_swa": True, "swa_window_size": 12, "causal": True}},
+        mask=301,
+        num_skipped=1,
+        windows=(12, 12),
+    ),
+    Kind(
+        "causal, a window in one layer",
+        config={"block_size": 5, **LATER, "dflash_config": LISTED | {"swa_window_size": 6, "causal": True}},
+        mask=301,
+        num_skipped=1,
+        is_causal=True,
+        windows=(None, 6),
+    ),
+    Kind("DSpark, window smaller than the block", "dspark", DSPARK.config | LATER | {"sliding_window": 2}, is_whole=True, windows=(None, 2)),
+    Kind(
+        "windows of speculators",
+        "dspark",
+        SPARK
+        | {"sample_from_anchor": True, "use_sliding_window": True, "layer_types": [SLIDING] * 2, "sliding_window": 9}
+        | {"sliding_window_non_causal": False},
+        is_speculators=True,
+        windows=(9, 9),
+    ),
+    Kind(
+        "whole blocks of speculators",
+        config={"block_size": 6, "mask_token_id": 9, "aux_hidden_state_layer_ids": [1, 4, 7], "sliding_window_non_causal": True}
+        | {**LATER, "sliding_window": 5},
+        is_speculators=True,
+        num_skipped=1,
+        windows=(None, 5),
+        are_windows_causal=False,
+    ),
+    Kind(
+        "whole blocks of ModelOpt",
+        config={"block_size": 5, "layer_types": [FULL] * 2, "sliding_window": 5}
+        | {"dflash_config": LISTED | {"use_swa": True, "swa_window_size": 5, "causal": False}},
+        mask=301,
+        num_skipped=1,
+        windows=(5, 5),
+        are_windows_causal=False,
+        is_window_shared=False,
+    ),
+    Kind(
+        "whole blocks, a window in one layer",
+        "dspark",
+        SPARK | MIXED | {"sliding_window": 9, "is_causal": False},
+        windows=(9, None),
+        are_windows_causal=False,
+        is_window_shared=False,
+    ),
+]
+
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
@@ -187,11 +262,21 @@ class Drafter:
         k = turn(norm(project("k", both), own["self_attn.k_norm.weight"]), 0, is_interleaved=self.kind.is_interleaved)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, project("v", both)))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(SIZE)
-        if self.kind.is_causal:
-            scores = scores.masked_fill(torch.ones(len(x), len(both)).triu(known + 1).bool(), float("-inf"))
+        scores = scores.masked_fill(~self.see(number, known, len(x)), float("-inf"))
         x = x + F.linear(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(x), -1), own["self_attn.o_proj.weight"])
         y = norm(x, own["post_attention_layernorm.weight"])
         return x + F.linear(F.silu(F.linear(y, own["mlp.gate_proj.weight"])) * F.linear(y, own["mlp.up_proj.weight"]), own["mlp.down_proj.weight"])
+
+    def see(self, number: int, known: int, count: int) -> torch.Tensor:
+        """[count, known + count]: the places that rows of a block see in a layer; the first `known` are before it."""
+        kind, window, rows = self.kind, self.kind.windows[number], []
+        for own in range(known, known + count):
+            is_causal = kind.is_causal if window is None else kind.are_windows_causal
+            last, first = (own if is_causal else known + count - 1), 0
+            if window is not None:
+                first = known - window if kind.is_window_shared and not is_causal else own - window + 1
+            rows.append([first <= place <= last for place in range(known + count)])
+        return torch.tensor(rows)
 
     def condense(self, token_ids: list[int]) -> torch.Tensor:
         found = self.model.model(torch.tensor([token_ids]), use_cache=False, output_hidden_states=True)
@@ -284,8 +369,11 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
 
 def save_drafter(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> None:
     folder.mkdir()
-    own = {"speculators_model_type": kind.method, "transformer_layer_config": LAYER} if kind.is_speculators else LAYER
-    (folder / "config.json").write_text(json.dumps({**own, **kind.config}))
+    config = {**LAYER, **kind.config}
+    if kind.is_speculators:
+        own = {key: value for key, value in config.items() if key in (*LAYER, *LATER, "sliding_window")}
+        config = {"speculators_model_type": kind.method, "transformer_layer_config": own, **{k: v for k, v in config.items() if k not in own}}
+    (folder / "config.json").write_text(json.dumps(config))
     if kind.value("use_confidence_head", False):  # whose heads' names have no prefix
         weights = {name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): weight for name, weight in weights.items()}
     save_file(weights, folder / "model.safetensors")
@@ -297,7 +385,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return make_model(TARGET, folder), folder
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=str)
+@pytest.fixture(scope="module", params=[*KINDS, *WINDOWED], ids=str)
 def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Path]:
     kind, folder = request.param, tmp_path_factory.mktemp("drafter") / "drafter"
     weights = make_weights(kind)
@@ -317,7 +405,7 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
     check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
 
 
-@pytest.mark.parametrize("drafter", [KINDS[0], KINDS[6], KINDS[7]], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [KINDS[0], KINDS[6], KINDS[7], WINDOWED[0], *WINDOWED[8:10]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
 
@@ -331,20 +419,36 @@ def test_what_attention_is_compiled_for(drafter: tuple[Drafter, Path], expected:
     assert block is not None
     plan = block._plan
 
-    def watched_plan(*arguments: Any) -> Any:
-        made = plan(*arguments)
+    def watched_plan(*arguments: Any, **options: Any) -> Any:
+        made = plan(*arguments, **options)
         asked.append((made.max_query_len, len(made.seq_lens)))
         return made
 
     block._plan = watched_plan  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     llm.generate([{"prompt_token_ids": random_tokens(9, seed)} for seed in range(3)], params, use_tqdm=False)
-    ((heads, *sizes),) = program.drafting.block_attention([0, NUM_DRAFTS])
-    assert tuple(sizes) == expected and heads == llm.engine.worker.drafter.block_heads
+    ((heads, *sizes, is_whole),) = program.drafting.block_attention([0, NUM_DRAFTS])
+    assert tuple(sizes) == expected and not is_whole and heads == llm.engine.worker.drafter.block_heads
     assert (sizes[0], 3 * sizes[1]) in asked and all(width == sizes[0] for width, _ in asked)
 
 
-@pytest.mark.parametrize("drafter", [KINDS[2]], ids=str, indirect=True)
+CAUSAL, ALONE, OPEN = (NUM_DRAFTS + 1, 1, False), (1, NUM_DRAFTS + 1, False), (NUM_DRAFTS + 1, 1, True)
+COMPILED = [(0, 7, [ALONE, CAUSAL]), (8, 5 + NUM_DRAFTS + 1, [ALONE]), (9, 5, [OPEN]), (10, 9, [(1, NUM_DRAFTS, False), (NUM_DRAFTS, 1, True)])]
+
+
+@pytest.mark.parametrize(("number", "window", "expected"), COMPILED, ids=[str(WINDOWED[number]) for number, *_ in COMPILED])
+def test_what_attention_with_windows_is_compiled_for(
+    number: int, window: int, expected: list[tuple[int, int, bool]], target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Of layers that see a block in two ways both, with every window that steps ask for. A block's last row is its request's last token."""
+    kind = WINDOWED[number]
+    save_drafter(kind, make_weights(kind), tmp_path / "drafter")
+    drafting = serve(target[1], method=kind.method, model=str(tmp_path / "drafter")).engine.worker.program.drafting
+    assert [tuple(sizes) for _, *sizes in drafting.block_attention([0, NUM_DRAFTS])] == expected
+    assert drafting.block_kinds == {(window, None)}
+
+
+@pytest.mark.parametrize("drafter", [KINDS[2], WINDOWED[0]], ids=str, indirect=True)
 def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     """Drafts after a prompt in chunks, and after one whose beginning a request without drafts has computed. It looks at the last layer's output."""
     own, folder = drafter
@@ -363,7 +467,7 @@ def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], 
     assert llm.engine.scheduler.num_cached_tokens >= 24
 
 
-@pytest.mark.parametrize("drafter", KINDS[:2], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [*KINDS[:2], WINDOWED[0], *WINDOWED[8:10]], ids=str, indirect=True)
 def test_pages_that_hold_no_block(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     """Pages are as many as the request has tokens: near its end no draft is made, and none of rows that have no place."""
     own, folder = drafter
@@ -428,11 +532,24 @@ REFUSED = [
         {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 8]}},
         r"target_layer_ids is \[0, 8\]; it must be a list of layers of the target",
     ),
-    (0, {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa is True; it must be left out"),
     (0, {"dflash_config": LISTED | {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5; it must be 1, or left out: it is not served"),
     (0, {"use_gemma_norm": True}, "use_gemma_norm is True; it must be left out: it is not served"),
-    (0, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'; it must be 'full_attention'"),
-    (0, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window is True; it must be false with this method"),
+    (0, {"layer_types": [FULL, SLIDING], "sliding_window": 8}, "use_sliding_window is None; it must be true where layer_types has sliding_attention"),
+    (0, LATER | {"sliding_window": None}, "sliding_window is None; it must be an integer where layer_types has sliding_attention"),
+    (0, LATER | {"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1 to 16777216"),
+    (0, LATER | {"layer_types": [FULL, "chunked_attention"]}, "it must be a list of num_hidden_layers .2. of: full_attention, sliding_attention"),
+    (
+        0,
+        LATER | {"sliding_window": 4, "is_causal": False},
+        r"sliding_window is 4; it must be block_size \(5\) at least, where rows see all of a block",
+    ),
+    (
+        0,
+        {"dflash_config": LISTED | {"use_swa": True, "swa_window_size": 4}},
+        r"swa_window_size is 4; it must be block_size \(5\) at least, where rows see all",
+    ),
+    (0, {"dflash_config": LISTED | {"use_swa": True, "causal": True}}, "config.json has no 'sliding_window'"),
+    (0, {"dflash_config": LISTED | {"use_swa": True, "causal": True, "swa_window_size": 0}}, "swa_window_size is 0; it must be an integer from 1"),
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
     (0, {"dflash_config": LISTED | {"projector_type": "domino"}}, "projector_type 'domino' is not supported; known: dflash, dspark"),
     (0, {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 9}, "num_target_layers is 9; it must be 8, as many as the target has"),

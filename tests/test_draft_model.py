@@ -81,8 +81,8 @@ def test_masks_attend_by_kernels_that_are_compiled(target: Path, tmp_path: Path)
     assert block is not None
     plan = block._plan
 
-    def watched_plan(*arguments: Any) -> Any:
-        made = plan(*arguments)
+    def watched_plan(*arguments: Any, **options: Any) -> Any:
+        made = plan(*arguments, **options)
         asked.add((made.max_query_len, int(made.cu_query_lens[1])))
         return made
 
@@ -92,7 +92,7 @@ def test_masks_attend_by_kernels_that_are_compiled(target: Path, tmp_path: Path)
         llm.generate([{"prompt_token_ids": random_tokens(9)}], params, speculative={"num_speculative_tokens": count}, use_tqdm=False)
     assert {count for _, count in asked} >= {NUM_DRAFTS - 1, 7, 15}
     assert all(count <= width and width in WIDTHS for width, count in asked), asked
-    assert program.drafting.block_attention([8, 16]) == [(llm.engine.worker.drafter.block_heads, width, 1) for width in (8, 17)]  # type: ignore[union-attr]
+    assert program.drafting.block_attention([8, 16]) == [(llm.engine.worker.drafter.block_heads, width, 1, False) for width in (8, 17)]  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)

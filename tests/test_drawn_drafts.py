@@ -133,13 +133,11 @@ def make_draft_model(folder: Path, **config: Any) -> None:
     make_model(Case("qwen3", config=config), folder)
 
 
-def of_eagle(number: int) -> tuple[str, str, Callable[[Path, Any], object]]:
-    kind = eagle.KINDS[number]
+def of_eagle(kind: eagle.Kind) -> tuple[str, str, Callable[[Path, Any], object]]:
     return kind.method, "attending", lambda folder, _: eagle.save_drafter(kind, eagle.make_weights(kind), folder)
 
 
-def of_block(number: int) -> tuple[str, str, Callable[[Path, Any], object]]:
-    kind = blocks.KINDS[number]
+def of_block(kind: blocks.Kind) -> tuple[str, str, Callable[[Path, Any], object]]:
     return kind.method, "attending", lambda folder, _: blocks.save_drafter(kind, blocks.make_weights(kind), folder)
 
 
@@ -150,18 +148,20 @@ def of_head(number: int) -> tuple[str, str, Callable[[Path, Any], object]]:
 
 KINDS: dict[str, tuple[str, str, Callable[[Path, Any], object]]] = {
     "mtp": ("mtp", "", lambda folder, _: make_mtp(folder)),
-    "EAGLE": of_eagle(10),
-    "EAGLE-3 of few tokens": of_eagle(0),
-    "P-EAGLE": of_eagle(8),
+    "EAGLE": of_eagle(eagle.KINDS[10]),
+    "EAGLE-3 of few tokens": of_eagle(eagle.KINDS[0]),
+    "P-EAGLE": of_eagle(eagle.KINDS[8]),
     "draft_model": ("draft_model", "attending", lambda folder, _: make_draft_model(folder)),
     "PARD": ("draft_model", "attending", lambda folder, _: make_draft_model(folder, pard_token=305, vocab_size=310)),
-    "DFlash": of_block(0),
-    "DSpark of few tokens": of_block(7),
-    "DSpark with a state": of_block(6),
+    "DFlash": of_block(blocks.KINDS[0]),
+    "DSpark of few tokens": of_block(blocks.KINDS[7]),
+    "DSpark with a state": of_block(blocks.KINDS[6]),
     "Medusa of few tokens": of_head(2),
     "Hydra": of_head(3),
     "Hydra++": of_head(6),
     "MLP speculator": of_head(7),
+    "DFlash with a window": of_block(blocks.WINDOWED[0]),
+    "EAGLE-3 with a window": of_eagle(eagle.WINDOWED[0]),
 }
 
 

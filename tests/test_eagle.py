@@ -52,6 +52,10 @@ class Kind:
     tapped: tuple[int, ...] = (2, 4, 5)
     """By what enters them."""
     num_layers: int = 1
+    layer_config: dict[str, Any] = field(default_factory=dict)
+    """What is said of layers beside their sizes."""
+    windows: tuple[int | None, ...] = (None, None)
+    """Of layers: tokens that each sees, itself with them."""
     is_norm_residual: bool = False
     has_map: bool = True
     has_head: bool = True
@@ -97,6 +101,49 @@ KINDS = [
     Kind("3.1 in SGLang's older names", config={"use_aux_norm": True, "norm_output": True}, has_map=False),
     Kind("DeepSeek's", config={"target_layer_ids": [1, 3, 4, 7]}, layer="layers.0", tapped=(2, 4, 5, 8), has_map=False, has_head_norms=True),
 ]
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWED = [
+    Kind("a window", config=EAGLE3.config, layer_config={"layer_types": [SLIDING], "sliding_window": 7}, windows=(7,)),
+    Kind(
+        "windows of speculators",
+        config=EAGLE3.config,
+        is_speculators=True,
+        layer="layers.0",
+        is_norm_residual=True,
+        has_embedding=True,
+        num_layers=2,
+        layer_config={"layer_types": [FULL, SLIDING], "sliding_window": 38},
+        windows=(None, 38),
+    ),
+    Kind(
+        "a window of Qwen's",
+        has_map=False,
+        layer_config={"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0},
+        windows=(2,),
+    ),
+    Kind("a window larger than the context", has_map=False, layer_config={"layer_types": [SLIDING], "sliding_window": 9999}, windows=(9999,)),
+    Kind(
+        "P-EAGLE, a window smaller than its masks",
+        config=PARALLEL,
+        is_speculators=True,
+        type="peagle",
+        num_layers=2,
+        layer="layers.0",
+        has_embedding=True,
+        layer_config={"layer_types": [SLIDING, FULL], "sliding_window": 2},
+        windows=(2, None),
+    ),
+    Kind(
+        "EAGLE, a window",
+        method="eagle",
+        layer="layers.0",
+        tapped=(),
+        num_layers=2,
+        has_map=False,
+        layer_config={"layer_types": [SLIDING, FULL], "sliding_window": 5},
+        windows=(5, None),
+    ),
+]
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -128,7 +175,9 @@ class Drafter:
         q, k = turn(q), turn(k)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(SIZE)
-        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf")).softmax(-1)
+        window = self.kind.windows[0 if name == "midlayer" else int(name.removeprefix("layers."))] or count
+        seen = torch.tensor([[own - window < place <= own for place in range(count)] for own in range(count)])
+        scores = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         x = x + F.linear(torch.einsum("hqk,khd->qhd", scores, v).reshape(count, -1), own["self_attn.o_proj.weight"])
         y = norm(x, own["post_attention_layernorm.weight"])
         y = F.silu(F.linear(y, own["mlp.gate_proj.weight"])) * F.linear(y, own["mlp.up_proj.weight"])
@@ -265,9 +314,10 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
 def save_drafter(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> None:
     folder.mkdir()
     if kind.is_speculators:
-        config = {"speculators_model_type": kind.type or kind.method, "transformer_layer_config": LAYER, **kind.config}
+        layer = {**LAYER, **kind.layer_config}
+        config = {"speculators_model_type": kind.type or kind.method, "transformer_layer_config": layer, **kind.config}
     else:
-        config = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, **kind.config}
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, **kind.layer_config, **kind.config}
     (config["transformer_layer_config"] if kind.is_speculators else config)["num_hidden_layers"] = kind.num_layers
     (folder / "config.json").write_text(json.dumps(config))
     whole = ("d2t", "t2d", "lm_head.weight")
@@ -289,7 +339,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return make_model(TARGET, folder), folder
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=str)
+@pytest.fixture(scope="module", params=[*KINDS, *WINDOWED], ids=str)
 def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Path]:
     kind, folder = request.param, tmp_path_factory.mktemp("drafter") / "drafter"
     weights = make_weights(kind)
@@ -321,7 +371,7 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
     check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
 
 
-@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[8], KINDS[11]], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[8], KINDS[11], WINDOWED[0], WINDOWED[4]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
 
@@ -361,7 +411,7 @@ def test_scores_in_a_tree_that_are_no_numbers(depth: int, tree: dict[str, Any], 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 2], [1, 0, 0]]
 
 
-@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[10]], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[10], WINDOWED[0], WINDOWED[5]], ids=str, indirect=True)
 def test_trees_are_those_of_the_formulas(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     """Of given paths, and grown by EAGLE-2's rule; and that they change no token."""
     own, folder = drafter
@@ -393,7 +443,13 @@ REFUSED = [
     ({"aux_hidden_states_layer_ids": [8]}, r"aux_hidden_states_layer_ids is \[8\]; it must be a list of layers of the target, which has 8"),
     ({"num_target_layers": 9}, "num_target_layers is 9; it must be 8, as many as the target has"),
     ({"eagle_config": {"num_target_layers": 6}}, "num_target_layers is 6; it must be 8, as many as the target has"),
-    ({"layer_types": ["sliding_attention"]}, r"layer_types\[0\] is 'sliding_attention'; it must be 'full_attention' with this method"),
+    ({"layer_types": [SLIDING]}, "sliding_window is None; it must be an integer where layer_types has sliding_attention"),
+    ({"layer_types": [SLIDING], "sliding_window": 2.5}, "sliding_window is 2.5; it must be an integer from 1 to 16777216"),
+    ({"layer_types": ["chunked_attention"]}, r"layer_types\[0\] is 'chunked_attention'; it must be one of full_attention, sliding_attention"),
+    (
+        {"model_type": "qwen3", "layer_types": [SLIDING], "sliding_window": 8},
+        "use_sliding_window is None; it must be true where layer_types has sliding_attention",
+    ),
     ({IDS: [1, 2, 3], "num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; it must be true"),
     ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; it must be 'eagle3' or 'peagle' with this method"),

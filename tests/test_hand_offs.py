@@ -373,7 +373,10 @@ def targets(tmp_path_factory) -> Targets:
     return make_targets(tmp_path_factory)
 
 
-@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE-3 of few tokens", "draft_model", "PARD", "DSpark with a state", "Hydra++"])
+OTHERS = ("EAGLE", "EAGLE-3 of few tokens", "draft_model", "PARD", "DSpark with a state", "Hydra++")
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, "DFlash with a window", "EAGLE-3 with a window"])
 def test_drafters_of_other_kinds(kind, targets, tmp_path, monkeypatch) -> None:
     """What they keep in pages comes with the prompts' own: drafts, what they were drawn from, and how many stand, are one engine's."""
     target, speculative = make_drafter(kind, targets, tmp_path / "drafter")

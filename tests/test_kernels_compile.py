@@ -116,6 +116,12 @@ def test_attention_over_trees_compiles(nvcc: str, dtype: torch.dtype, has_prefix
     assert compile_source("attention", "sm_90", defines).suffix == ".cubin"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_of_whole_blocks_compiles(nvcc: str, dtype: torch.dtype) -> None:
+    defines = choose_shape(8, 8, 16, (32, 8, 128), dtype, False, GPUS["sm_90"], 2048, is_whole=True)
+    assert defines["WHOLE"] == 1 and compile_source("attention", "sm_90", defines).suffix == ".cubin"
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("source", ["append_kv", "latent", "attention", "attention in float32", "latent_attention"])
 def test_pages_in_e4m3_compile(nvcc: str, source: str, architecture: str) -> None:

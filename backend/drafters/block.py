@@ -23,13 +23,12 @@ class BlockDrafter:
     memory: CandidateMemory | None = None
     attends_drafts = False
 
-    def __init__(self, model: Dflash, num_drafts: int) -> None:
-        """num_drafts: of a step, at most."""
+    def __init__(self, model: Dflash) -> None:
         spec = model.spec
-        self._model, self._num_skipped = model, 0 if spec.is_anchor_sampled else 1
-        self.max_drafts = min(num_drafts, spec.max_drafts)
-        self.mask_token_id, self.is_causal, self.block_heads = spec.mask_token_id, spec.is_causal, model.heads
-        self.tapped_layers = spec.tapped_layers
+        self._model, self.max_drafts = model, model.max_drafts
+        self.mask_token_id, self.tapped_layers = spec.mask_token_id, spec.tapped_layers
+        self.block_heads, self.block_kinds = model.heads, model.attention_kinds
+        self.views = frozenset(spec.views)
         self._planes: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -57,14 +56,14 @@ class BlockDrafter:
         return [rows.token_ids[last]]
 
     def count_rows(self, num_drafts: int) -> int:
-        return self.max_drafts + self._num_skipped
+        return self._model.num_rows
 
     def compute(self, rows: DrafterRows | None, states: list[torch.Tensor], num_drafts: int) -> list[torch.Tensor]:
         """Scores [B, K, drafter's vocabulary] and states [B, K, hidden] of the block, and what the Markov head makes of the newest tokens."""
-        assert rows is not None and rows.plan is not None
-        made = self._model.forward(rows.token_ids, rows.positions, rows.kv_slots, self._planes, rows.plan)
-        (newest,) = states
-        hidden = made.view(len(newest), -1, made.shape[-1])[:, self._num_skipped : self._num_skipped + num_drafts].contiguous()
+        assert rows is not None
+        made = self._model.forward(rows.token_ids, rows.positions, rows.kv_slots, self._planes, rows.block_plans)
+        (newest,), first = states, self._model.num_skipped
+        hidden = made.view(len(newest), -1, made.shape[-1])[:, first : first + num_drafts].contiguous()
         scores = self._model.score(hidden.flatten(0, 1)).view(len(newest), num_drafts, -1)
         markov = self._model.markov
         return [scores, hidden] if markov is None else self._mix([scores, hidden], newest, markov.begin(len(newest)), 0)

@@ -69,11 +69,12 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
 
         folder, is_spark = _find_folder(config), speculative.model_method == "dspark"
         own_ranks = ranks if speculative.draft_tensor_parallel_size > 1 else None
-        block = Dflash(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks, is_spark=is_spark)
+        arguments = (folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks)
+        block = Dflash(*arguments, num_drafts=steps, is_spark=is_spark)
         if speculative.min_draft_confidence and block.spec.confidence is None:
             least = speculative.min_draft_confidence
             raise ConfigError(f"speculative_config.min_draft_confidence is {least}; the drafter in {folder} has no confidence head: leave it out")
-        drafter, most = BlockDrafter(block, steps), block.spec.max_drafts
+        drafter, most = BlockDrafter(block), block.spec.max_drafts
     else:
         model = _load_recurrent(config, target, dtype, device, ranks)
         drafter = RecurrentDrafter(model, steps) if model.mask_token_id is None else ParallelDrafter(model)

@@ -13,6 +13,7 @@ import torch
 from backend.drafters.protocol import BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.drafters.recurrent import RecurrentDrafter, RecurrentModel
 from backend.kv_store import CacheSpec, KvStore
+from backend.models.spec import BlockView
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from kernels import ops
 
@@ -20,7 +21,7 @@ from kernels import ops
 class ParallelDrafter:
     """A StepDrafter, and the BlockPass over its mask tokens."""
 
-    first, is_causal = 1, True
+    first, views = 1, frozenset({BlockView.CAUSAL})
     max_drafts = MAX_SPECULATIVE_TOKENS
     keeper: StateKeeper | None = None
     memory: CandidateMemory | None = None
@@ -31,7 +32,8 @@ class ParallelDrafter:
         assert model.mask_token_id is not None
         self.mask_token_id, self._model, self._known = model.mask_token_id, model, RecurrentDrafter(model, 1)
         self.heads: ops.Heads | None = model.heads
-        self.block_heads, self.attention_kinds = model.heads, model.attention_kinds
+        self.block_heads = model.heads
+        self.attention_kinds = self.block_kinds = model.attention_kinds
         self.tap_width, self.tapped_layers = model.tap_width, model.tapped_layers
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from backend.budget import Chain
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.decoder_layer import AttentionKinds
+from backend.models.spec import BlockView
 from kernels import ops
 
 HIDDEN = "hidden"
@@ -61,7 +62,9 @@ class DrafterRows:
     before_slots: torch.Tensor
     """The same of the tokens before these; any slot before a first token."""
     plan: ops.Plan | None
-    """None: the drafter has no attention."""
+    """None: the drafter has no attention. Of a block: of layers whose rows see those before them, if there are any."""
+    block_plans: Mapping[BlockView, ops.Plan] = field(default_factory=dict)
+    """Of a block, by what rows see of it."""
 
 
 class BlockPass(Protocol):
@@ -71,12 +74,17 @@ class BlockPass(Protocol):
     """The token of all rows but one that begins with the newest token."""
     first: int
     """Where a request's rows begin: 0: at its newest token; 1: after it."""
-    is_causal: bool
-    """A row sees the rows before it; else all of its request's."""
+    views: frozenset[BlockView]
+    """What its layers see."""
 
     @property
     def block_heads(self) -> ops.Heads:
         """Of its attention."""
+        ...
+
+    @property
+    def block_kinds(self) -> AttentionKinds:
+        """Of the same."""
         ...
 
     def count_rows(self, num_drafts: int) -> int:

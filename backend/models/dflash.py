@@ -14,13 +14,14 @@ import torch.nn.functional as F
 
 from backend.drafter_checks import read_dflash_spec
 from backend.errors import ModelError
-from backend.models.decoder_layer import DecoderLayer
+from backend.models.decoder_layer import DecoderLayer, find_kinds
 from backend.models.dflash_spec import MAP, MarkovSpec
 from backend.models.drafter_weights import load_embedding, load_head, scatter_logits
 from backend.models.layers import Weights, own_heads
 from backend.models.loading import Model, open_drafter
 from backend.models.parts import Attention
 from backend.models.rope import RopeTables
+from backend.models.spec import BlockView
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear
 from backend.quantization_config import QuantizationConfig
@@ -79,17 +80,20 @@ class Dflash:
         load_format: str = "safetensors",
         ranks: Ranks | None = None,
         *,
+        num_drafts: int,
         is_spark: bool,
     ) -> None:
-        """ranks: that its layers are split over; None: they are whole. Raises ModelError for what is missing, damaged, or not a drafter of
-        this target."""
+        """ranks: that its layers are split over; None: they are whole; num_drafts: of a step, at most. Raises ModelError for what is missing,
+        damaged, or not a drafter of this target."""
         if (path := Path(directory) / MASK_FILE).exists():
             raise ModelError(f"{path}: a mask token with an embedding apart is not served")
         own = ranks or Ranks()
         with open_drafter(directory, dtype, device, load_format) as checkpoint:
             sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "num_layers": target.num_layers}
             spec = self.spec = read_dflash_spec(directory, checkpoint.names, is_spark=is_spark, **sizes)
-            self._layers = [DecoderLayer(layer, Weights(checkpoint, dtype, device, own, quantization)) for layer in spec.layers]
+            self.max_drafts, self.num_skipped = min(num_drafts, spec.max_drafts), 0 if spec.is_anchor_sampled else 1
+            layer_weights = Weights(checkpoint, dtype, device, own, quantization)
+            self._layers = [DecoderLayer(layer, layer_weights, target.context_len) for layer in spec.bound_layers(self.num_rows)]
             weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
             self._target, self._fc = target, weights.split_rows([spec.fc])
             self._hidden_norm, self._norm = (weights.norm(name, spec.hidden_size) for name in (spec.hidden_norm, spec.norm))
@@ -103,11 +107,17 @@ class Dflash:
                 found = (("weight", (1, spec.confidence)), ("bias", (1,)))
                 weight, bias = (weights.exact(f"{spec.confidence_name}.{part}", shape) for part, shape in found)
                 self._confidence = weight, bias
+        self.attention_kinds = find_kinds(self._layers)
         part = spec.layers[0].attention
         self.heads = own_heads(part, own)
         self.token_shape, self.num_planes = part.token_shape(self.heads.num_kv), part.num_planes * len(spec.layers)
         rope, size, scale = part.turning
         self._tables = RopeTables(rope, size, target.context_len, dtype, device, scale)
+
+    @property
+    def num_rows(self) -> int:
+        """Of a block."""
+        return self.max_drafts + self.num_skipped
 
     def _caches(self, planes: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
         """Of each layer."""
@@ -123,13 +133,18 @@ class Dflash:
             layer.attention.keep(states, angles, slots, cache)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, planes: tuple[torch.Tensor, ...], plan: ops.Plan
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        planes: tuple[torch.Tensor, ...],
+        plans: Mapping[BlockView, ops.Plan],
     ) -> torch.Tensor:
-        """States [T, hidden] of a block's rows after the norm before the head."""
+        """States [T, hidden] of a block's rows after the norm before the head. plans: by what layers see."""
         x = self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
         angles = self._tables.at(positions)
-        for layer, cache in zip(self._layers, self._caches(planes), strict=True):
-            x = layer.forward(x, angles, slots, cache, plan)
+        for layer, view, cache in zip(self._layers, self.spec.views, self._caches(planes), strict=True):
+            x = layer.forward(x, angles, slots, cache, plans[view])
         return ops.rms_norm(x, self._norm, self.spec.eps)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, refuse_windows, settle_layout
+from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, read_windows, settle_layout
 from backend.models.families.qwen import qwen3_layer
-from backend.models.spec import LAYER_TYPES, AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
+from backend.models.spec import (
+    LAYER_TYPES,
+    AttentionSpec,
+    BlockView,
+    LayerSpec,
+    Projection,
+    Shapes,
+    WeightList,
+    read_eps,
+    read_layer_types,
+    read_num_layers,
+)
 from backend.models.values import Values
 
 logger = logging.getLogger(__name__)
@@ -23,8 +34,9 @@ PROJECTORS = ("dflash", "dspark")
 """SpecForge's names of the heads that are served."""
 HEADS = ("markov_head.", "markov_w1.", "prefix_gru.", "embed_proj.", "logit_head.")
 """Weights of what looks at the tokens before a draft (DSpark's, also Model-Optimizer's, Domino's, either in SpecForge's older files) begin so."""
-UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias", "use_gemma_norm")
-"""What later variants have, windows, sinks, and norms' weights counted from 1, none of which is served; false, null and 0 say that there is none."""
+UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "attention_sink_bias", "use_gemma_norm")
+"""What later variants have, sinks, and norms' weights counted from 1, none of which is served; false, null and 0 say that there is none."""
+MAX_WINDOW = 2**24
 FACTORS = ("attention_value_scale", "input_embedding_scale")
 """Of values and of embeddings (MiMo's, DFlash2's): 1 changes nothing."""
 
@@ -79,13 +91,25 @@ class DflashSpec:
     max_drafts: int
     is_anchor_sampled: bool
     """The newest token's row makes the first draft; else that of the first mask."""
-    is_causal: bool
+    views: tuple[BlockView, ...]
+    """Of each layer."""
     markov: MarkovSpec | None
     confidence: int | None
     """Numbers that the confidence head looks at; None: there is no such head."""
     confidence_name: str
     """Of its weight and bias."""
     logit_scale: float = 1.0
+
+    def bound_layers(self, num_rows: int) -> list[LayerSpec]:
+        """The layers, with their windows as attention is asked over a block of so many rows: those that share one see what the last row does."""
+        bound = []
+        for layer, view in zip(self.layers, self.views, strict=True):
+            assert isinstance(layer.attention, AttentionSpec)
+            window = layer.attention.window
+            if window is not None and view == BlockView.SHARED:
+                window += num_rows
+            bound.append(dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=window)))
+        return bound
 
     def list_weights(self, weights: WeightList) -> None:
         weights.add(self.fc)
@@ -130,7 +154,6 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         return section if section.has(key) else values
 
     read_layer_types(values, [LAYER_TYPES[0]] * read_num_layers(values))
-    refuse_windows(values)
     hidden, prefix = values.integer("hidden_size", 2**17), "model." if has_part("model.fc", names) else ""
     vocab_size = values.integer("vocab_size", 2**22)
     target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
@@ -146,6 +169,7 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         told = "the newest token's row drafts, as speculators has it; those that were trained before it had the key (0.7) need false"
         logger.warning("%s has no 'sample_from_anchor': %s", values.where, told)
     block = place("block_size").integer("block_size", MAX_BLOCK, low=1 if is_anchor_sampled else 2)
+    views = _read_views(values, place, block, is_speculators=is_speculators)
     default, is_bare = 256 if is_spark and is_speculators else 0, has_part("markov_w1", names)  # Model-Optimizer's heads have no prefix
     markov = _read_markov(place, is_spark=is_spark, is_anchor_sampled=is_anchor_sampled, default=default, is_bare=is_bare)
     confidence = None
@@ -169,7 +193,8 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         draft_vocab_size=values.integer("draft_vocab_size", vocab_size, default=vocab_size),
         tapped_layers=tapped,
         fc=Projection(f"{prefix}fc", hidden, len(tapped) * target_hidden),
-        layers=tuple(_layer(values, f"{prefix}layers.{i}") for i in range(read_num_layers(values))),
+        layers=tuple(_layer(values, f"{prefix}layers.{i}", window) for i, (window, _) in enumerate(views)),
+        views=tuple(view for _, view in views),
         embedding=f"{prefix}embed_tokens",
         head="lm_head",
         hidden_norm=f"{prefix}hidden_norm.weight",
@@ -177,7 +202,6 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         mask_token_id=_read_mask_token(place, vocab_size),
         max_drafts=block if is_anchor_sampled else block - 1,
         is_anchor_sampled=is_anchor_sampled,
-        is_causal=place("causal").flag("causal", default=values.flag("is_causal")),
         markov=markov,
         confidence=confidence,
         confidence_name="confidence_proj" if is_bare else "confidence_head.proj",
@@ -185,10 +209,39 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     )
 
 
-def _layer(values: Values, prefix: str) -> LayerSpec:
+def _layer(values: Values, prefix: str, window: int | None) -> LayerSpec:
     layer = qwen3_layer(values, prefix)
     assert isinstance(layer.attention, AttentionSpec)
-    return dataclasses.replace(layer, attention=settle_layout(values, layer.attention))
+    return dataclasses.replace(layer, attention=dataclasses.replace(settle_layout(values, layer.attention), window=window))
+
+
+def _read_views(values: Values, place: Place, block_size: int, *, is_speculators: bool) -> list[tuple[int | None, BlockView]]:
+    """Of each layer its window, and what it sees. Layers with windows see as a decoder's do, the others all of the block, unless the file says it.
+
+    That is what SpecForge's masks have in training, and vLLM and SGLang after it; Model-Optimizer's have WHOLE with windows. Speculators' layers with
+    windows may see all of a block; its masks then begin as many tokens before the block for each row. They do so of causal rows, too, for which vLLM
+    has the plain window, and so has this.
+    """
+    own, swa = place("swa_window_size"), place("use_swa")
+    window = own.integer("swa_window_size", MAX_WINDOW) if own.has("swa_window_size") else None
+    windows = read_windows(values, read_num_layers(values), window)
+    is_everywhere = swa.flag("use_swa") and not any(windows)
+    if is_everywhere:
+        windows = [values.integer("sliding_window", MAX_WINDOW) if window is None else window] * len(windows)
+    part, key = (place("causal"), "causal") if place("causal").has("causal") else (values, "is_causal")
+    if part.has(key):
+        views = [BlockView.CAUSAL if part.flag(key) else BlockView.WHOLE] * len(windows)
+    elif is_speculators and values.flag("sliding_window_non_causal"):
+        views = [BlockView.SHARED] * len(windows)
+    else:
+        views = [BlockView.WHOLE if width is None or is_everywhere else BlockView.CAUSAL for width in windows]
+    if (narrow := next((width for width, view in zip(windows, views) if width and view == BlockView.WHOLE), None)) and narrow < block_size:
+        # Nobody trains such, and what a row sees of the block then servers do not agree on.
+        source, name = (values, "sliding_window") if window is None else (own, "swa_window_size")
+        raise source.refuse(name, f"block_size ({block_size}) at least, where rows see all of a block")
+    # Without a window there is nothing to begin elsewhere: rows ask alone.
+    views = [BlockView.SHARED if width is None and view == BlockView.WHOLE else view for width, view in zip(windows, views)]
+    return list(zip(windows, views))
 
 
 def _read_mask_token(place: Place, vocab_size: int) -> int:

@@ -53,7 +53,8 @@ class Eagle:
             if device.type == "cuda":
                 check_gpu_layers(spec.layers, spec.where, dtype)
             own = ranks or Ranks()
-            self._layers = [DecoderLayer(layer, Weights(checkpoint, dtype, device, own, quantization)) for layer in spec.layers]
+            layer_weights = Weights(checkpoint, dtype, device, own, quantization)
+            self._layers = [DecoderLayer(layer, layer_weights, target.context_len) for layer in spec.layers]
             self.heads, self.attention_kinds = own_heads(spec.layers[0].attention, own), find_kinds(self._layers)
             self._load(spec, checkpoint, target, Weights(checkpoint, dtype, device, Ranks(), quantization), is_parallel)
 

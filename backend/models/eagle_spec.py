@@ -9,7 +9,7 @@ from typing import Any
 
 from backend.errors import ModelError
 from backend.models.families.llama import llama_layer
-from backend.models.spec import LAYER_TYPES, AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_num_layers
+from backend.models.spec import LAYER_TYPES, AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_num_layers, read_window
 from backend.models.values import Values
 
 LAYER_KEY, TYPE_KEY = "transformer_layer_config", "speculators_model_type"
@@ -24,7 +24,8 @@ TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 LAYOUT_KEYS = ("rope_is_neox_style", "is_neox_style")
 """SGLang's and vLLM's."""
 QWEN = ("qwen2", "qwen3")
-"""Kinds of layers which have windows from max_window_layers on where no list says which."""
+"""Kinds of layers which have windows where use_sliding_window says so: from max_window_layers on where no list says which."""
+FULL, SLIDING = LAYER_TYPES
 MAP = "d2t"
 """By token of the drafter: how far on in the target's vocabulary it is (an offset, not an id)."""
 
@@ -100,14 +101,15 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
     """
     _check_type(values, "eagle")
     check_target_layers((values,), num_target_layers)
-    refuse_windows(values)
     if values.flag("layernorms"):
         raise values.refuse("layernorms", "false: speculators' EAGLE with norms is not supported")
     hidden = values.integer("hidden_size", 2**17)
     is_fused = has_part("fusion_fc", names)
     prefix = _find_prefix(names)
-    count = 1 if is_fused else read_num_layers(values)
-    layers = [_layer(values, "transformer" if is_fused else f"{prefix}layers.{i}", names, is_first=i == 0) for i in range(count)]
+    layers = [
+        _layer(values, "transformer" if is_fused else f"{prefix}layers.{i}", names, window, is_first=i == 0)
+        for i, window in enumerate(read_windows(values, 1 if is_fused else read_num_layers(values)))
+    ]
     norms = (f"{prefix}embedding_layernorm.weight", f"{prefix}hidden_states_layernorm.weight") if values.flag("add_para_norm") else (None, None)
     return EagleSpec(
         where=values.where,
@@ -128,7 +130,6 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
 def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) -> EagleSpec:
     """EAGLE-3 (Li et al. 2025) and 3.1, and P-EAGLE (Hui et al. 2026), as speculators and SpecForge store them: as `read_eagle`."""
     _check_type(values, "eagle3", "peagle")
-    refuse_windows(values)
     section = values.section("eagle_config")
     check_target_layers((values, section), num_target_layers)
     for place in (section, values):
@@ -148,8 +149,10 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
         raise ModelError(f"{values.where}: the weights have norms of {len(own)} states ({', '.join(own)}); {len(tapped)} are taken")
     fc_norms = tuple(f"{prefix}{name}.weight" for name in own) if has_tap_norms else ()
     first = next((f"{prefix}{name}" for name in ("midlayer", "layers.0") if has_part(f"{prefix}{name}.self_attn.q_proj", names)), f"{prefix}midlayer")
-    count = read_num_layers(values)
-    layers = [_layer(values, first if i == 0 else f"{prefix}layers.{i}", names, is_first=i == 0, in_features=2 * hidden) for i in range(count)]
+    layers = [
+        _layer(values, first if i == 0 else f"{prefix}layers.{i}", names, window, is_first=i == 0, in_features=2 * hidden)
+        for i, window in enumerate(read_windows(values, read_num_layers(values)))
+    ]
     return EagleSpec(
         where=values.where,
         hidden_size=hidden,
@@ -228,18 +231,31 @@ def _check_type(values: Values, *kinds: str) -> None:
         raise values.refuse(TYPE_KEY, f"{' or '.join(map(repr, kinds))} with this method")
 
 
-def refuse_windows(values: Values) -> None:
-    """Raises ModelError where layers of a drafter see a window alone. A list of another length is the target's, which drafters' authors leave."""
-    kinds = values.get("layer_types")
-    has_windows = kinds is None and values.get("model_type") in QWEN and values.flag("use_sliding_window") and values.has("sliding_window")
-    if has_windows and values.integer("max_window_layers", 2**16, low=0, default=28) < read_num_layers(values):
-        raise values.refuse("use_sliding_window", "false with this method: windows are not served")
-    if not isinstance(kinds, list) or len(kinds) != read_num_layers(values):
-        return
+def read_windows(values: Values, count: int, window: int | None = None) -> list[int | None]:
+    """Of each of so many layers of a drafter. A list of another length is the target's, which drafters' authors leave.
+
+    window: where the file has it elsewhere than in sliding_window. Raises ModelError.
+    """
+    kinds, is_qwen = values.get("layer_types"), values.get("model_type") in QWEN
+    has_list = isinstance(kinds, list) and len(kinds) == count
+    if kinds is None and is_qwen and values.flag("use_sliding_window"):
+        first = values.integer("max_window_layers", 2**16, low=0, default=28)
+        kinds = [SLIDING if i >= first else FULL for i in range(count)]
+    elif not has_list:
+        return [None] * count
     for number, kind in enumerate(kinds):
-        if kind != LAYER_TYPES[0]:
-            rule = f"it must be {LAYER_TYPES[0]!r} with this method: windows are not served"
-            raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r:.80}; {rule}")
+        if kind not in LAYER_TYPES:
+            raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r:.80}; it must be one of {', '.join(LAYER_TYPES)}")
+    if SLIDING not in kinds:
+        return [None] * count
+    if window is None:
+        # Qwen's own code has no windows without the flag, whatever the list says: which of them is right nobody knows.
+        if is_qwen and not values.flag("use_sliding_window"):
+            raise values.refuse("use_sliding_window", f"true where layer_types has {SLIDING}")
+        window = read_window(values, 4096 if is_qwen else None)
+        if window is None and has_list:
+            raise values.refuse("sliding_window", f"an integer where layer_types has {SLIDING}")
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def settle_layout(values: Values, part: AttentionSpec) -> AttentionSpec:
@@ -259,12 +275,12 @@ def _find_prefix(names: Collection[str]) -> str:
     return "model." if has_part("model.fc", names) else ""
 
 
-def _layer(values: Values, prefix: str, names: Collection[str], *, is_first: bool, in_features: int | None = None) -> LayerSpec:
+def _layer(values: Values, prefix: str, names: Collection[str], window: int | None, *, is_first: bool, in_features: int | None = None) -> LayerSpec:
     """A layer of Llama; the first one has no norm before its attention, which takes in_features numbers."""
     layer = llama_layer(values, prefix)
     part = layer.attention
     assert isinstance(part, AttentionSpec)
-    part = settle_layout(values, part)
+    part = dataclasses.replace(settle_layout(values, part), window=window)
     if f"{prefix}.self_attn.q_norm.weight" in names:
         part = dataclasses.replace(part, query_norm=f"{prefix}.self_attn.q_norm.weight", key_norm=f"{prefix}.self_attn.k_norm.weight")
     if is_first and in_features is not None:

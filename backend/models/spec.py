@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from backend.models.rope_spec import RopeSpec, read_context_len
@@ -213,6 +214,14 @@ class DecoderSpec:
         weights.unspoken.add(f"{self.head}.bias")
         for layer in self.layers:
             layer.list_weights(weights)
+
+
+class BlockView(Enum):
+    """What the rows of a block see of it in a layer, and where its window begins."""
+
+    CAUSAL = "the rows before their own; each row's window ends with itself"
+    WHOLE = "all rows; each row's window begins where it would if it ended with itself"
+    SHARED = "all rows, and with a window as many tokens before the block"
 
 
 # -- what families read alike -----------------------------------------------------------------------------------------------------

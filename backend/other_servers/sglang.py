@@ -105,7 +105,7 @@ SGLANG: dict[str, Other] = {
     **refused('drafts are verified one after the other: say "verify_strategy": "rejection" in --speculative-config',
                "speculative_use_block_verification"),
     "speculative_token_map": Alias("speculative_config.speculative_token_map"),
-    **refused("windows and sinks of a drafter are not served", others="speculative_draft_window_size speculative_draft_sink_size"),
+    **refused("a drafter has the windows that its folder says, and no sinks", others="speculative_draft_window_size speculative_draft_sink_size"),
     **refused("drafters run in the servers of their targets", others="decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints "
                "decoupled_spec_role "
                "decoupled_spec_rank", unless=("null",)),

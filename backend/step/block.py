@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from backend.drafters.protocol import BlockPass, DrafterRows
+from backend.models.spec import BlockView
 from backend.step.captured_shapes import WIDTHS
 from kernels import ops
 from kernels._load import is_compiling
@@ -23,8 +24,8 @@ class BlockForward:
         self._max_model_len, self._dtype = max_model_len, dtype
         self.varies = block.count_rows(1) != block.count_rows(2)
         """How many rows a block has goes by the drafts that a step makes."""
-        self._plans: dict[tuple[int, int], ops.StepAttention] = {}
-        """On a GPU by batch and rows: graphs hold the addresses of what they read."""
+        self._plans: dict[tuple[int, int, BlockView], ops.StepAttention] = {}
+        """On a GPU by batch, rows, and what these see: graphs hold the addresses of what they read."""
 
     def run(
         self,
@@ -45,16 +46,17 @@ class BlockForward:
         token_ids = torch.full((batch, count), block.mask_token_id, dtype=torch.long, device=fields.device)
         if block.first == 0:
             token_ids[:, 0] = newest
-        plan = self._plan(fields[INDEX], ends, count, sizes)
+        plans = {view: self._plan(fields[INDEX], ends, count, sizes, view) for view in block.views}
         token_ids, positions, slots = token_ids.flatten(), positions.flatten(), slots.flatten()
         # Nothing is kept of these rows, so they need no slots for states.
-        return block.compute(DrafterRows(token_ids, positions, slots, slots, slots, plan), states, num_drafts)
+        rows = DrafterRows(token_ids, positions, slots, slots, slots, plans.get(BlockView.CAUSAL), plans)
+        return block.compute(rows, states, num_drafts)
 
-    def attention_sizes(self, num_drafts: int) -> tuple[int, int]:
-        """Most queries of a row of the block's attention, and rows of a request. Causal rows are a request's last ones; where each sees all of them,
-        each is one that asks alone."""
+    def attention_sizes(self, num_drafts: int) -> set[tuple[int, int, bool]]:
+        """Most queries of a row of the block's attention, rows of a request, and whether queries see those after them. A block is a request's last
+        queries; but where each sees all of them without windows of their own, each is one that asks alone."""
         count = self._block.count_rows(num_drafts)
-        return (self._widen(count), 1) if self._block.is_causal else (1, count)
+        return {(1, count, False) if view == BlockView.SHARED else (self._widen(count), 1, view == BlockView.WHOLE) for view in self._block.views}
 
     def _widen(self, count: int) -> int:
         """Most queries of rows that are no more: of what kernels are compiled for, as a request may choose how many drafts it has."""
@@ -85,17 +87,17 @@ class BlockForward:
         ends = (begins + count).clamp_(min=count, max=self._max_model_len)
         return places.clamp_(max=self._max_model_len - 1), slots, ends.int()
 
-    def _plan(self, indices: torch.Tensor, ends: torch.Tensor, count: int, sizes: StepSizes) -> ops.StepAttention:
-        """Of rows that see all of a block each is at the end of them all."""
-        block, device, key = self._block, ends.device, (len(ends), count)
-        if not block.is_causal:
+    def _plan(self, indices: torch.Tensor, ends: torch.Tensor, count: int, sizes: StepSizes, view: BlockView) -> ops.StepAttention:
+        """Each of the rows that ask alone is at the end of them all."""
+        block, device, key, is_alone = self._block, ends.device, (len(ends), count, view), view == BlockView.SHARED
+        if is_alone:
             ends, indices = ends.repeat_interleave(count), indices.repeat_interleave(count)
         plan = self._plans.get(key)
         if plan is not None:
             plan.seq_lens.copy_(ends)
             plan.request_indices.copy_(indices)
         else:
-            width = count if block.is_causal else 1
+            width = 1 if is_alone else count
             plan = ops.StepAttention(
                 cu_query_lens=torch.arange(0, width * len(ends) + 1, width, dtype=torch.int32, device=device),
                 seq_lens=ends,
@@ -106,6 +108,7 @@ class BlockForward:
                 page_size=sizes.page_size,
                 heads=block.block_heads,
                 dtype=self._dtype,
+                is_whole=view == BlockView.WHOLE,
             )
             if device.type == "cuda" and not is_compiling():  # else its kernels do nothing
                 self._plans[key] = plan

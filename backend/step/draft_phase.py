@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from backend.drafters.protocol import DrafterRows, StepDrafter
+from backend.models.decoder_layer import AttentionKinds
 from backend.speculative_config import SpeculativeConfig
 from backend.step.attending import Attending
 from backend.step.block import BlockForward
@@ -57,12 +58,17 @@ class DraftPhase:
             return []
         return [(self._drafter.heads, self._tree.row_counts)]
 
-    def block_attention(self, counts: Iterable[int]) -> list[tuple[ops.Heads, int, int]]:
-        """Of blocks of so many drafts: heads, queries of a row, and rows of a request."""
+    def block_attention(self, counts: Iterable[int]) -> list[tuple[ops.Heads, int, int, bool]]:
+        """Of blocks of so many drafts: heads, queries of a row, rows of a request, and whether queries see those after them."""
         if self._drafter is None or self._block is None or self._drafter.block is None:
             return []
-        sizes = sorted({self._block.attention_sizes(count) for count in counts if count})
-        return [(self._drafter.block.block_heads, width, rows) for width, rows in sizes if width and rows]
+        sizes = sorted({own for count in counts if count for own in self._block.attention_sizes(count)})
+        return [(self._drafter.block.block_heads, width, rows, is_whole) for width, rows, is_whole in sizes if width and rows]
+
+    @property
+    def block_kinds(self) -> AttentionKinds:
+        """Windows and caps of scores that layers of blocks have."""
+        return frozenset() if self._drafter is None or self._drafter.block is None else self._drafter.block.block_kinds
 
     @property
     def most_at_once(self) -> int:

@@ -349,8 +349,9 @@ class Graphs:
         for tree_heads, counts in program.drafting.tree_widths:
             kinds = program.all_kinds[-1]
             warm_up.load_attention(self.device, counts, most, program.page_size, tree_heads, dtype, kinds=kinds, has_trees=True)
-        for block_heads, width, rows in program.drafting.block_attention(own.num_model for own in self._drafts):
-            warm_up.load_attention(self.device, (width,), most * rows, program.page_size, block_heads, dtype)
+        for block_heads, width, rows, is_whole in program.drafting.block_attention(own.num_model for own in self._drafts):
+            own_kinds = program.drafting.block_kinds
+            warm_up.load_attention(self.device, (width,), most * rows, program.page_size, block_heads, dtype, kinds=own_kinds, is_whole=is_whole)
         for count in warm_up.TOKEN_COUNTS:
             # Scores of few rows alone follow prompts here; of requests that decode, and of prompts that are scored, there may be as many as these.
             program.score_nothing(count)

@@ -147,13 +147,15 @@ def plan_attention(
     window: int | None = None,
     seen: np.ndarray | None = None,
     min_query_len: int = 0,
+    is_whole: bool = False,
 ) -> AttentionPlan:
     """Groups requests of like length, so that one call serves many of them and little of it is padding.
 
     query_lens and seq_lens [B]: new tokens, and all tokens with them; page_ids [B][>= pages of seq_len]; num_groups =
     H / Hkv. Page ids past those of seq_len are not read. window: tokens that a query sees, itself with them; None: all. seen [sum of query_lens]
     int64: of a request whose new tokens are a tree, which of them each query sees, a bit each from the lowest on; it sees all tokens before
-    them too. 0: it sees what comes before it. min_query_len: requests of fewer new tokens are left out.
+    them too. 0: it sees what comes before it. min_query_len: requests of fewer new tokens are left out. is_whole: queries see
+    all of their request's tokens, from where their window begins on; not with seen.
     """
     starts = [0, *itertools.accumulate(query_lens)]
     # The pages that hold what the queries see.
@@ -184,12 +186,13 @@ def plan_attention(
         # Query j of a request sees the tokens up to its own place; padded queries see what the last real one sees.
         offsets = np.minimum(np.arange(width), queries - 1)
         place = lengths - queries + offsets
+        newest = np.broadcast_to(lengths - 1, place.shape) if is_whole else place
         if window is None:
-            hidden = np.arange(most * page_size) > place[:, :, None]
+            hidden = np.arange(most * page_size) > newest[:, :, None]
         else:
-            place = place - np.array([firsts[b] for b in bucket])[:, None] * page_size
+            before = np.array([firsts[b] for b in bucket])[:, None] * page_size
             numbers = np.arange(most * page_size)
-            hidden = (numbers > place[:, :, None]) | (numbers <= place[:, :, None] - window)
+            hidden = (numbers > (newest - before)[:, :, None]) | (numbers <= (place - before)[:, :, None] - window)
         if seen is not None:
             for row, b in enumerate(bucket):
                 own = seen[starts[b] : starts[b + 1]]
@@ -222,7 +225,7 @@ def plan_attention(
         return AttentionPlan(groups, max(seq_lens, default=0))
 
     def make(window: int) -> AttentionPlan:
-        return plan_attention(query_lens, seq_lens, page_ids, page_size, num_groups, dtype, device, window, seen, min_query_len)
+        return plan_attention(query_lens, seq_lens, page_ids, page_size, num_groups, dtype, device, window, seen, min_query_len, is_whole)
 
     return AttentionPlan(groups, max(seq_lens, default=0), make)
 

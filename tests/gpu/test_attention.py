@@ -183,7 +183,7 @@ class Batch:
             prefixes=self.prefixes,
         )
 
-    def step(self, num_prompts: int, *, is_gone: bool = False) -> StepAttention:
+    def step(self, num_prompts: int, *, is_gone: bool = False, is_whole: bool = False) -> StepAttention:
         """The first requests as prompts. is_gone: the host counts tokens of the first one, which computes none."""
         case, prompts = self.case, self.case.shapes[:num_prompts]
         return StepAttention(
@@ -203,6 +203,7 @@ class Batch:
             dtype=case.dtype,
             prefix_group=None if self.prefixes is None else self.prefixes[0],
             prefix_len=None if self.prefixes is None else self.prefixes[1],
+            is_whole=is_whole,
         )
 
     def reference(self, dtype: torch.dtype) -> torch.Tensor:

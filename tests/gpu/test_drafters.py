@@ -40,6 +40,8 @@ DRAFT_MODELS = [
 CAPPED = Case("gemma2", "capped scores, a window", {"head_dim": 64, "sliding_window": 9, "vocab_size": 250})
 EAGLES = [kind for kind in eagle.KINDS if kind.name in ("speculators", "norm before fc, two layers", "3.1", "EAGLE, two layers, HASS")]
 EAGLES += [kind for kind in eagle.KINDS if kind.name.startswith("P-EAGLE")]
+EAGLES += [kind for kind in eagle.WINDOWED if kind.name in ("a window", "P-EAGLE, a window smaller than its masks")]
+BLOCKS = [*blocks.KINDS, *(blocks.WINDOWED[i] for i in (0, 5, 6, 8, 9))]
 HEADS = [kind for kind in heads.KINDS if kind.name in ("Medusa, few tokens", "Hydra, an archive", "Hydra++", "speculator, tied")]
 
 
@@ -63,13 +65,13 @@ def make(kind: Any, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return target, {"method": method, "model": str(folder)}
 
 
-@pytest.mark.parametrize("kind", [*DRAFT_MODELS, *EAGLES, *HEADS, *blocks.KINDS], ids=str)
+@pytest.mark.parametrize("kind", [*DRAFT_MODELS, *EAGLES, *HEADS, *BLOCKS], ids=str)
 def test_a_drafter_is_the_cpus(kind: Any, tmp_path: Path) -> None:
     """While its shapes run eagerly, and once they are captured."""
     compare(*make(kind, tmp_path))
 
 
-@pytest.mark.parametrize("kind", [*DRAFT_MODELS, CAPPED, *EAGLES, *HEADS, *blocks.KINDS], ids=str)
+@pytest.mark.parametrize("kind", [*DRAFT_MODELS, CAPPED, *EAGLES, *HEADS, *BLOCKS], ids=str)
 def test_a_drafter_in_half_precision(kind: Any, tmp_path: Path) -> None:
     """On a Hopper GPU its way through prompts is captured with its attention then, where scores are not capped. All drafts are taken, so that answers
     are the drafter's; two tokens that are as likely as bfloat16 can tell may come in each other's place."""

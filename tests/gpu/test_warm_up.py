@@ -13,6 +13,7 @@ from kernels import _load, distribution
 from kernels.attention import AttentionPlan, Heads, append_attention
 from kernels.ops import Admission, RequestTable, process_and_choose
 from kernels.warm_up import compiling, load_attention, load_step
+from tests import test_block_drafters as blocks
 from tests.drafting import serve
 from tests.families import Case, make_model, random_tokens
 
@@ -68,24 +69,32 @@ TARGET = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256, "vocab_s
 """Whose head is compiled otherwise than its layers."""
 SMALLER = {**TARGET, "head_dim": 128, "hidden_size": 512, "intermediate_size": 1024}
 """Nothing of it is compiled as the target is."""
-SERVERS: dict[str, tuple[Case | None, dict[str, Any], list[dict[str, Any] | None]]] = {
+BLOCKS_TARGET = Case("llama", config={**blocks.TARGET.config, "max_position_embeddings": 512})
+SERVERS: dict[str, tuple[Case | blocks.Kind | None, dict[str, Any], list[dict[str, Any] | None]]] = {
     "scores of prompts": (None, {"method": "none"}, [None]),
     "more drafts than the server's method makes": (None, {"method": "ngram", "num_speculative_tokens": 2}, [None, {"num_speculative_tokens": 16}]),
     "a draft model's trees": (Case("qwen3", config=SMALLER), {"tree_nodes": 12, "num_speculative_tokens": 3}, [None, {"method": "ngram"}]),
     "a draft model with windows": (Case("gemma3_text", config={**SMALLER, "sliding_window": 32}), {}, [None, {"num_speculative_tokens": 10}]),
     "capped scores": (Case("gemma2", config={**SMALLER, "sliding_window": 32}), {}, [None, {"num_speculative_tokens": 10}]),
     "PARD": (Case("qwen3", config={**SMALLER, "pard_token": 8000}), {}, [None, {"num_speculative_tokens": 6}, {"num_speculative_tokens": 16}]),
+    "blocks": (blocks.DFLASH, {}, [None, {"num_speculative_tokens": 2}]),
+    "blocks that layers see in two ways": (blocks.WINDOWED[0], {}, [None, {"num_speculative_tokens": 2}]),
 }
 
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_nothing_is_compiled_for_requests(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server of few requests, whose captured steps have few rows: of what kernels are asked for, all was there when it was ready."""
-    make_model(Case("llama", config=TARGET), tmp_path / "target")
     drafter, speculation, choices = SERVERS[server]
-    if drafter is not None:
+    made_for, method = Case("llama", config=TARGET), "draft_model"
+    if isinstance(drafter, blocks.Kind):
+        made_for, method = BLOCKS_TARGET, drafter.method
+        blocks.save_drafter(drafter, blocks.make_weights(drafter), tmp_path / "drafter")
+    elif drafter is not None:
         make_model(drafter, tmp_path / "drafter")
-        speculation = {"method": "draft_model", "model": str(tmp_path / "drafter"), **speculation}
+    make_model(made_for, tmp_path / "target")
+    if drafter is not None:
+        speculation = {"method": method, "model": str(tmp_path / "drafter"), **speculation}
     asked: set[tuple[str, Any]] = set()
     find = _load._kernel
 
