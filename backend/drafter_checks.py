@@ -22,7 +22,7 @@ from backend.model_checks import (
     read_model_config,
     read_spec,
 )
-from backend.model_files import find_pickled, find_weights, list_pickled, read_config
+from backend.model_files import explain_missing, find_pickled, find_weights, list_pickled, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
 from backend.models.eagle_spec import (
     MASK_KEYS,
@@ -279,7 +279,7 @@ def read_heads_spec(
         return name in names or (quantization is not None and quantization.find(name.removesuffix(".weight"), names) is not None)
 
     if names and (missing := [name for name in (*weights.required, *weights.ids) if not is_held(name)]):
-        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
+        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing{explain_missing(missing, names)}")
     for group in weights.optional:  # of an archive this is not known before: those that are missing would be zero
         if 0 < len(absent := [name for name in group if name not in names]) < len(group):
             raise ModelError(f"{directory}: weight {describe_names(absent)} is missing, though the projections beside it have theirs")

@@ -14,8 +14,12 @@ from typing import Any
 
 from backend.errors import ConfigError, ModelError
 from backend.model_files import (
+    ADAPTER,
+    ADAPTER_FILE,
     INDEX_FILE,
+    MERGED,
     WEIGHTS_FILE,
+    explain_missing,
     find_end_tokens,
     find_nonzero,
     find_weights,
@@ -314,17 +318,21 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
     if fused := next((name for name in files if name not in known and FUSED_PART.search(name)), None):
         raise ModelError(f"{directory}: weight {fused}: experts in one weight for all are not supported in quantized form: {UNFUSED}")
     if missing := [name for name in required if name not in files]:
-        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing")
+        raise ModelError(f"{directory}: weight {describe_names(missing)} is missing{explain_missing(missing, files)}")
     for own in groups:
         if 0 < len(absent := [name for name in own if name not in files]) < len(own):
             raise ModelError(f"{directory}: weight {describe_names(absent)} is missing, though the projections beside it have theirs")
     unused = [name for name in files if name not in known and name not in weights.ignored and not BUFFERS.search(name)]
     if quantization is not None:
         unused = [name for name in unused if not CACHE_TENSORS.search(name)]
+    if adapted := [name for name in unused if ADAPTER.search(name)]:
+        raise ModelError(f"{directory}: weight {describe_names(adapted)} would not be used: {MERGED}")
     if layers := [name for name in unused if name.startswith(LAYERS)]:
         raise ModelError(f"{directory}: weight {describe_names(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
         logger.warning("%s: %d weights are not used: %s", directory, len(unused), describe_names(unused))
+    if is_named(adapter := directory / ADAPTER_FILE):  # which transformers would put into the model
+        logger.warning("%s is not read: the model is served without its adapter", adapter)
     if is_named(whole := directory / WEIGHTS_FILE) and whole not in files.values():  # which transformers would take
         logger.warning("%s is not read: %s names other files, which are there", whole, INDEX_FILE)
     if unspoken := [name for name in files if name in weights.unspoken]:

@@ -9,7 +9,7 @@ import pickletools
 import re
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,16 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
 OLD_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where AutoGPTQ and AutoAWQ wrote it, before transformers read their checkpoints."""
+
+POINTER, MAX_POINTER_BYTES = b"version https://git-lfs", 1024
+"""How a file begins that stands for one which Git LFS has, and how long such files may be."""
+ADAPTER_FILE = "adapter_config.json"
+MERGED = "adapters are not served: merge it into the model, with PEFT's merge_and_unload, and save that"
+ADAPTER = re.compile(r"\.(lora_(A|B|E|embedding_A|embedding_B|magnitude_vector)|base_layer)\.")
+"""Of a model that an adapter was put into: its own weights, and what the model's are called beside them."""
+GGUF_SUFFIX = ".gguf"
+GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""The end of the name of one of several files, counted from 1: llama.cpp's split ones."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 """Of files that hold weights that are not read: pickles, which may run what is in them, and parts without their index."""
@@ -72,7 +82,17 @@ def check_regular(path: Path) -> int:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} cannot be read: it is not a regular file")
+    if status.st_size < MAX_POINTER_BYTES and _is_pointer(path):
+        raise ModelError(f"{path} is Git LFS's pointer to a file, not the file itself: fetch that with `git lfs pull`, or download it")
     return status.st_size
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(POINTER)) == POINTER
+    except OSError:  # whoever reads it says so
+        return False
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -97,6 +117,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise ModelError(f"{directory} is a file, and a model is a folder; of a GGUF file `foretoken convert` makes one")
     if not directory.is_dir():
         raise ModelError(f"model folder {directory} does not exist")
+    if is_named(adapter := directory / ADAPTER_FILE) and not is_named(directory / "config.json"):
+        model = read_json(adapter).get("base_model_name_or_path")
+        of = f" for {model!r:.200}" if model else ""
+        raise ModelError(f"{directory} is an adapter (LoRA){of}, and no model: {MERGED}")
     config = _merge_text(read_json(directory / "config.json"))
     if config.get(MODULES) is None and (count := next((config[name] for name in MODULE_NAMES if config.get(name) is not None), None)) is not None:
         config[MODULES] = count
@@ -259,14 +283,68 @@ def list_pickled(path: Path) -> frozenset[str]:
         return frozenset()
 
 
+def find_gguf(path: Path) -> Path | None:
+    """A GGUF file itself, or the one of a folder that holds no other model, its first part where it is split; None: a folder has none.
+
+    Raises ModelError for a folder of several.
+    """
+    if not path.is_dir():
+        return path
+    if is_named(path / "config.json"):
+        return None
+    by_model: dict[str, Path] = {}
+    for file in sorted(path.glob(f"*{GGUF_SUFFIX}")):
+        by_model.setdefault(GGUF_PART.sub(r"-of-\2", file.name), file)
+    if len(by_model) > 1:
+        named = ", ".join(file.name for file in list(by_model.values())[:5])
+        raise ModelError(f"{path} has several GGUF files ({named}{', ...' if len(by_model) > 5 else ''}): name one of them")
+    return next(iter(by_model.values()), None)
+
+
+def find_gguf_parts(path: Path) -> list[Path]:
+    """All files of a split GGUF file, any of which is named, be it by a link; else the file alone. Raises ModelError for those that are not there."""
+    check_regular(path)
+    # The hub's cache has links by the parts' names to files that are named otherwise; somebody's own link may be called as they like.
+    for own in (path, path.resolve()):
+        if found := GGUF_PART.search(own.name):
+            break
+    else:
+        return [path]
+    number, count = map(int, found.groups())
+    if not 1 <= number <= count:
+        raise ModelError(f"{own}: a part of {count} is numbered from 1 to {count}, not {number}")
+    parts = [own.with_name(f"{own.name[: found.start()]}-{i:05}-of-{count:05}{GGUF_SUFFIX}") for i in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ModelError(f"{own} is one of {count} parts; missing beside it: {', '.join(missing[:5])}{more}")
+    for part in parts:
+        check_regular(part)
+    return parts
+
+
 def name_others(directory: Path) -> str:
     """The end of a message that a folder has no weights: what it has instead, and what to do."""
     found = sorted(path.name for path in directory.iterdir() if path.suffix in OTHER_WEIGHTS)
     if not found:
-        return ""
+        own = min((path.name for path in directory.glob(f"*{GGUF_SUFFIX}")), default="")
+        return f"; to serve {own}, which is a GGUF file, name that" if own else ""
     if found[0].endswith(".safetensors"):
         return f"; of {len(found)} files such as {found[0]} the index is missing"
     return f"; {found[0]} is a pickle, which is not read as a model: save it anew as safetensors, with transformers' save_pretrained"
+
+
+def explain_missing(missing: Sequence[str], names: Collection[str]) -> str:
+    """The end of a message that weights are missing: what has been put around the model, or taken away, where that is all. names: of the folder's."""
+    if any(ADAPTER.search(name) for name in names):
+        return f"; the weights are those of an adapter (LoRA): {MERGED}"
+    before = next((name.removesuffix(missing[0]) for name in names if name.endswith(f".{missing[0]}")), "")
+    if before and all(f"{before}{name}" in names for name in missing):
+        return f"; all are there with {before!r} before their names, by what it was wrapped in: save the model inside"
+    after = missing[0].partition(".")[2]
+    if after in names and all(name.partition(".")[2] in names for name in missing):
+        first = missing[0].removesuffix(after)
+        return f"; all are there without {first!r} before their names: save the whole model"
+    return ""
 
 
 def name_tokenizers(directory: Path) -> str:

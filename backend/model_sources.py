@@ -12,16 +12,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from backend import tiktoken_file
 from backend.errors import ConfigError, ModelError
-from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, expand_user, sample_bytes, settle_path
+from backend.model_files import (
+    GGUF_SUFFIX,
+    PICKLED_FILES,
+    SAMPLE_BYTES,
+    SAMPLES,
+    expand_user,
+    find_gguf,
+    find_gguf_parts,
+    is_named,
+    sample_bytes,
+    settle_path,
+)
 from backend.special_tokens import ADDED, NAMES, SETTINGS
 
-GGUF_SUFFIX = ".gguf"
 SENTENCEPIECE = "tokenizer.model"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """A repository's on the hub."""
@@ -83,19 +93,38 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
         raise ModelError(f"model {model} cannot be read: {error}") from None
     if is_path and source.revision not in (None, *BRANCHES):
         raise ConfigError(f"revision {source.revision!r:.80} is of a name on the hub; {model} is a path")
+    file = find_gguf(path) if path.is_dir() else path if path.suffix == GGUF_SUFFIX and (is_path or not NAME.fullmatch(str(model))) else None
+    if file is not None:
+        return _convert(file, source)
     if path.is_dir():
+        _check_snapshot(path)
         return with_tokenizer(settle_path(path))
-    if path.suffix == GGUF_SUFFIX and (is_path or not NAME.fullmatch(str(model))):
-        check_regular(path)
-        if source.is_served:
-            check_ascii("the cache of converted models", cache_directory(), "set XDG_CACHE_HOME")
-        return find_converted(settle_path(path), source.convert)
     if path.exists():
         raise ModelError(f"{model} is no model folder: name a folder with config.json, a GGUF file ({GGUF_SUFFIX}), or a name on the hub (ORG/NAME)")
     if is_path or not NAME.fullmatch(str(model)):
         quoted = "; a shell replaces no variable between single quotes" if "$" in str(model) else ""
         raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME){quoted}")
-    return with_tokenizer(download(str(model), source))
+    folder = download(str(model), source)
+    if (file := find_gguf(folder)) is not None:  # which somebody has fetched before
+        return _convert(file, source)
+    if not is_named(folder / "config.json"):
+        raise ModelError(f"{model} has no config.json: of a repository of GGUF files download one (all of its parts), and name the file")
+    return with_tokenizer(folder)
+
+
+def _check_snapshot(path: Path) -> None:
+    """Raises ModelError for a repository in the hub's cache as a whole, whose files are in folders of it by their commits."""
+    if not is_named(path / "config.json") and path.name.startswith("models--") and (snapshots := path / "snapshots").is_dir():
+        named = path.name.removeprefix("models--").replace("--", "/")
+        raise ModelError(f"{path} is the hub's cache of {named}: name that, or a folder in {snapshots}")
+
+
+def _convert(file: Path, source: Source) -> Path:
+    """The folder that a GGUF file became."""
+    parts = find_gguf_parts(file)
+    if source.is_served:
+        check_ascii("the cache of converted models", cache_directory(), "set XDG_CACHE_HOME")
+    return find_converted(parts, source.convert)
 
 
 def download(name: str, source: Source) -> Path:
@@ -165,11 +194,14 @@ def with_tokenizer(folder: Path) -> Path:
     return made
 
 
-def find_converted(path: Path, convert: Convert = convert_here) -> Path:
-    """The folder that a GGUF file was converted to, converted now if it was not yet. Raises what `convert` raises."""
+def find_converted(parts: Sequence[Path], convert: Convert = convert_here) -> Path:
+    """The folder that a GGUF file of these parts was converted to, converted now if it was not yet. Raises what `convert` raises."""
+    # By its name here: the files that links in the hub's cache lead to are named otherwise.
+    path = settle_path(parts[0].parent) / parts[0].name
     digest = hashlib.blake2b(f"{FORMAT} {path.name}".encode(), digest_size=8)
-    for piece in sample_bytes(path, SAMPLES, SAMPLE_BYTES):
-        digest.update(piece)
+    for part in parts:
+        for piece in sample_bytes(part, SAMPLES, SAMPLE_BYTES):
+            digest.update(piece)
     return _make_once(f"{path.stem}-{digest.hexdigest()}", lambda out: convert(path, out))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from backend.config import DTYPES, MAX_RANKS
 from backend.errors import ConfigError, ModelError
-from backend.model_files import expand_user
+from backend.model_files import GGUF_SUFFIX, expand_user, find_gguf
 from backend.quantization_config import normalize_cache_dtype
 from backend.section import require
 from deploy.endings import raised_signals
@@ -27,7 +27,7 @@ def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.gguf", help="the model's file; of a split one any part, the others beside it")
+    parser.add_argument("file", metavar="FILE.gguf", help="the model's file; of a split one any part; or a folder that has no other")
     parser.add_argument("out", metavar="OUT", help="new folder")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: as in the file, in 16 bits what has fewer)")
 
@@ -53,7 +53,7 @@ def add_token_map_arguments(parser: argparse.ArgumentParser) -> None:
 
 def inspect(args: argparse.Namespace) -> int:
     """Returns the exit status: 0 for what can be served."""
-    from backend.model_sources import GGUF_SUFFIX, Source, find_model
+    from backend.model_sources import Source, find_model
     from backend.models.inspection import Load, inspect
 
     try:
@@ -62,6 +62,7 @@ def inspect(args: argparse.Namespace) -> int:
         require(args.max_model_len is None or args.max_model_len >= 1, "max_model_len", args.max_model_len, "1 or more")  # the model has a limit
         path = expand_user(args.model)
         is_here = os.path.exists(path)
+        path = (find_gguf(path) if os.path.isdir(path) else None) or path
         if args.target or not (os.path.isfile(path) and path.suffix == GGUF_SUFFIX):
             path = find_model(args.model, Source(has_weights=False))
         target = find_model(args.target) if args.target else None
@@ -91,7 +92,13 @@ def convert(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     from backend.models.gguf_folder import write_folder
 
-    return _write("convert", args.out, lambda: write_folder(expand_user(args.file), expand_user(args.out), args.dtype))
+    def write() -> None:
+        file = find_gguf(path := expand_user(args.file))
+        if file is None:
+            raise ModelError(f"{path} is no GGUF file, nor a folder with one alone")
+        write_folder(file, expand_user(args.out), args.dtype)
+
+    return _write("convert", args.out, write)
 
 
 def write_token_map(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,94 @@ def test_parts_of_a_split_file(folder: Path, tmp_path: Path) -> None:
     parts[0].unlink()
     with pytest.raises(ModelError, match=f"one of {len(parts)} parts; missing beside it: {parts[0].name}"):
         write_folder(parts[1], tmp_path / "again")
+
+
+@pytest.fixture(scope="module")
+def split(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The parts of a file."""
+    where = tmp_path_factory.mktemp("split")
+    write_gguf(folder, where / "model.gguf", split_tensors=7)
+    return sorted(where.glob("*.gguf"))
+
+
+def copied(parts: list[Path], folder: Path) -> list[Path]:
+    folder.mkdir()
+    return [Path(shutil.copy(part, folder)) for part in parts]
+
+
+def test_a_split_file_by_any_part_by_its_folder_and_by_links(
+    split: list[Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Converted once. The hub's cache has links by the parts' names, to files that are named by what is in them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    parts, made = copied(split, tmp_path / "own"), []
+    source = Source(convert=lambda path, out: (made.append(path), write_folder(path, out)))
+    found = find_model(parts[0], source)
+    same_model(found, folder)
+    (snapshot := tmp_path / "snapshot").mkdir()
+    for number, part in enumerate(copied(split, tmp_path / "blobs")):
+        (snapshot / part.name).symlink_to(part.rename(part.with_name(f"blob{number}")))
+    (link := tmp_path / "called-otherwise.gguf").symlink_to(parts[1])
+    paths = (parts[0], parts[2], parts[0].parent, snapshot / parts[1].name, snapshot, link)
+    assert {find_model(path, source) for path in paths} == {found} and made == [parts[0]]
+    assert main(["inspect", str(snapshot)]) == 0 and "LlamaForCausalLM" in capsys.readouterr().out
+    assert main(["convert", str(snapshot), str(tmp_path / "out")]) == 0
+    same_model(tmp_path / "out", folder)
+
+
+def test_a_part_that_changed_is_converted_anew(split: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    parts = copied(split, tmp_path / "own")
+    source = Source(convert=lambda path, out: out.mkdir())
+    before = find_model(parts[0], source)
+    parts[-1].write_bytes(parts[-1].read_bytes()[:-400] + bytes(400))
+    assert find_model(parts[0], source) != before
+
+
+def test_parts_that_do_not_belong_together(folder: Path, split: list[Path], tmp_path: Path) -> None:
+    make_model(Case("llama", config={"intermediate_size": 64, "num_hidden_layers": 3}), tmp_path / "longer")
+    write_gguf(tmp_path / "longer", tmp_path / "longer.gguf", split_tensors=10)
+    others, out = sorted(tmp_path.glob("longer-*.gguf")), tmp_path / "out"
+    assert len(others) == len(split) == 3
+    parts = copied(split, tmp_path / "mixed")
+    shutil.copy(others[1], parts[1])
+    refused(parts[1], out, f"{parts[1]}: split.tensors.count is 30, and in {parts[0].name} 21: it is a part of another model")
+    shutil.copy(split[2], parts[1])
+    refused(parts[1], out, f"{parts[1]}: split.no is 2; by its name it is 1: it is another part, or one of another model")
+    write_gguf(folder, tmp_path / "halves.gguf", split_tensors=14)
+    shutil.copy(tmp_path / "halves-00002-of-00002.gguf", parts[1])
+    refused(parts[1], out, f"{parts[1]}: split.count is 2; by its name it is 3: it is another part, or one of another model")
+    write_gguf(folder, parts[1])
+    refused(parts[1], out, f"{parts[1]}: split.count is None; by its name it is 3")
+
+
+def test_a_part_by_another_name(split: list[Path], tmp_path: Path) -> None:
+    path = Path(shutil.copy(split[1], tmp_path / "part.gguf"))
+    refused(path, tmp_path / "out", "is part 2 of 3 (split.count), by another name: each is named NAME-00001-of-00009.gguf")
+    path = Path(shutil.copy(split[1], tmp_path / "model-00004-of-00003.gguf"))
+    refused(path, tmp_path / "out", "a part of 3 is numbered from 1 to 3, not 4")
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_parts_that_were_put_together_again(count: int, folder: Path, tmp_path: Path) -> None:
+    """llama.cpp's tool leaves the keys, with a count of 0."""
+    path = tmp_path / "model-00001-of-00001.gguf"
+    write_gguf(folder, path, tokenizer=lambda writer: (add_tokenizer(writer), writer.add_uint16("split.count", count)))
+    write_folder(path, tmp_path / "out")
+    same_model(tmp_path / "out", folder)
+
+
+def test_a_folder_of_several_files(folder: Path, split: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One has to be named; and of a folder that says what a model is, weights of another kind are not taken for its own."""
+    copied(split, where := tmp_path / "own")
+    shutil.copy(split[0], where / "other.gguf")
+    with pytest.raises(ModelError, match=r"has several GGUF files \(model-00001-of-00003.gguf, other.gguf\): name one of them"):
+        find_model(where)
+    assert main(["convert", str(folder), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"foretoken convert: {folder} is no GGUF file, nor a folder with one alone\n"
+    shutil.copy(folder / "config.json", where)
+    with pytest.raises(ModelError, match=r"has neither model.safetensors .*; to serve model-00001-of-00003.gguf, which is a GGUF file, name that"):
+        check_model(find_model(where))
 
 
 def test_modules_that_predict_more_tokens_come_along(tmp_path: Path) -> None:

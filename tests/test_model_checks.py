@@ -67,6 +67,22 @@ def renamed(name: str, other: str) -> Damage:
     return lambda folder: (folder / name).rename(folder / other)
 
 
+def wrapped(change: Callable[[str], str]) -> Damage:
+    """Weights by other names. The bundled model is tied."""
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        found = {change(name): weight for name, weight in weights.items()}
+        weights.clear()
+        weights |= found
+
+    return reweighted(rename)
+
+
+def adapted(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "ORG/NAME"}')
+    (folder / "config.json").unlink()
+
+
 def linked(name: str) -> Damage:
     """A file of the hub's cache whose contents are gone."""
 
@@ -77,6 +93,7 @@ def linked(name: str) -> Damage:
     return damage
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 CONFIGS: list[tuple[Damage, str]] = [
     (edited(num_hidden_layers=3), "weight model.layers.10.input_layernorm.weight, "),
@@ -97,6 +114,7 @@ CONFIGS: list[tuple[Damage, str]] = [
     (edited(rope_scaling={"type": "ntk", "factor": 2.0}), "rope scaling 'ntk' is not supported; known: default, linear, llama3"),
     (edited(rope_scaling={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor is 4.0; it must be below high_freq_factor (4)"),
     (edited(rope_scaling={**LLAMA3, "original_max_position_embeddings": NAN}), "original_max_position_embeddings is nan"),
+    (edited(rope_scaling={"type": None, "factor": 2.0}), "rope_scaling: rope_type is None; it must be one of default, linear"),
     (edited(rms_norm_eps=NAN), "rms_norm_eps is nan; it must be a number above 0, and 1 at most"),
     (edited(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05"),
     (edited(rms_norm_eps=0), "rms_norm_eps is 0"),
@@ -123,6 +141,8 @@ CONFIGS: list[tuple[Damage, str]] = [
     (edited(compression_config={"quant_method": "compressed-tensors"}), "compression_config has no 'config_groups'"),
     (replaced("hf_quant_config.json", b"{}"), "hf_quant_config.json: quantization has no 'quant_algo'"),
     (replaced("config.json", None), "config.json cannot be read: it is not a regular file"),
+    (replaced("config.json", POINTER), "config.json is Git LFS's pointer to a file, not the file itself: fetch that with `git lfs pull`"),
+    (adapted, "is an adapter (LoRA) for 'ORG/NAME', and no model: adapters are not served: merge it into the model"),
     (replaced("config.json", b'{"a":' * 100_000), "config.json cannot be read"),
     (replaced("config.json", b"[" * 100_000 + b"]" * 100_000), "config.json cannot be read: it is nested too deeply"),
     (replaced("config.json", b'{"vocab_size": ' + b"9" * 10_000 + b"}"), "config.json cannot be read"),
@@ -130,6 +150,18 @@ CONFIGS: list[tuple[Damage, str]] = [
 WEIGHTS: list[tuple[Damage, str]] = [
     (replaced("model.safetensors", None), "model.safetensors cannot be read: it is not a regular file"),
     (replaced("model.safetensors", b"\xff" * 64), "model.safetensors cannot be read"),
+    (replaced("model.safetensors", POINTER), "model.safetensors is Git LFS's pointer to a file, not the file itself"),
+    (wrapped(lambda name: f"_orig_mod.{name}"), "more is missing; all are there with '_orig_mod.' before their names, by what it was wrapped in"),
+    (wrapped(lambda name: f"base_model.model.{name}"), "all are there with 'base_model.model.' before their names"),
+    (wrapped(lambda name: name.removeprefix("model.")), "all are there without 'model.' before their names: save the whole model"),
+    (
+        wrapped(lambda name: name.replace("q_proj.weight", "q_proj.base_layer.weight")),
+        "and 15 more is missing; the weights are those of an adapter (LoRA): adapters are not served: merge it into the model",
+    ),
+    (
+        reweighted(lambda w: w.update({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 192)})),
+        "weight base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight would not be used: adapters are not served",
+    ),
     (reweighted(lambda w: w.pop("model.layers.7.mlp.up_proj.weight")), "weight model.layers.7.mlp.up_proj.weight is missing"),
     (
         reweighted(lambda w: w.update({"model.layers.20.mlp.up_proj.weight": torch.zeros(2)})),
@@ -205,6 +237,9 @@ def test_tables_beside_the_weights_pass(folder: Path, tmp_path: Path, caplog: py
     reweighted(lambda w: w.update({"score.weight": torch.zeros(2)}))(folder)
     assert launch(folder, tmp_path) == 0
     assert "1 weights are not used: score.weight" in caplog.text
+    (folder / "adapter_config.json").write_text("{}")
+    assert launch(folder, tmp_path) == 0
+    assert f"{folder / 'adapter_config.json'} is not read: the model is served without its adapter" in caplog.text
 
 
 def test_biases_that_config_does_not_speak_of_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

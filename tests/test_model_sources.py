@@ -73,6 +73,23 @@ def test_a_folder_is_never_taken_for_a_name(hub: Source, tmp_path: Path) -> None
     assert find_model("org/model", Source("main", hub.download_dir)) == tmp_path / "org/model"
 
 
+def test_what_the_hubs_cache_has_of_gguf_files(hub: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fetched before is served; the cache of a repository is no model, but says what to name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "converted"))
+    repository = tmp_path / "cache" / "models--org--model"
+    with pytest.raises(ModelError, match=f"{repository} is the hub's cache of org/model: name that, or a folder in {repository / 'snapshots'}"):
+        find_model(repository)
+    shutil.rmtree(snapshot := repository / "snapshots" / COMMIT)
+    snapshot.mkdir()
+    with pytest.raises(ModelError, match=r"org/model has no config\.json: of a repository of GGUF files download one"):
+        find_model("org/model", hub)
+    (repository / "blob").write_bytes(b"GGUF")
+    (snapshot / "model.gguf").symlink_to("../../blob")
+    made: list[Path] = []
+    source = Source(download_dir=hub.download_dir, convert=lambda path, out: (made.append(path), out.mkdir()))
+    assert find_model("org/model", source) == find_model(snapshot / "model.gguf", source) and made == [snapshot / "model.gguf"]
+
+
 @pytest.mark.parametrize(("name", "revision", "where"), [("org/none", None, ""), ("org/model", "v2", " at revision v2")])
 def test_what_cannot_be_downloaded(name: str, revision: str | None, where: str, hub: Source) -> None:
     with pytest.raises(ModelError, match=f"{name} is no folder here, and could not be downloaded{where}: .+; without a network, name a folder"):

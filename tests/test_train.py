@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import multiprocessing
 
 import benchmarks.drafters
@@ -376,6 +377,32 @@ def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None
         assert is_apart.float().mean() < 1e-3, name
 
 
+def test_a_run_that_goes_on_in_more_processes(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same data in the same order; of rows, as many of which count in one process as there happen to be, each has the same weight."""
+    own: dict[str, Any] = {"kind": "eagle3", "taps": "1,2", "draft_vocab_size": 64, "steps": 2}
+    read, count = trainer.OnlineStates.read, itertools.count()
+
+    def interrupted(self: Any, starts: torch.Tensor) -> Any:
+        if next(count) == 0:
+            signal.raise_signal(signal.SIGINT)
+        return read(self, starts)
+
+    assert main(flags(folder, text, tmp_path / "one", **own)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.OnlineStates, "read", interrupted)
+        assert main(flags(folder, text, tmp_path / "two", **own)) == 130
+    assert main(flags(folder, text, tmp_path / "two", "--resume", processes=2, **own)) == 0
+    one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("one", "two"))
+    assert torch.equal(one["generator"], two["generator"]) and two["step"] == 2
+    for optimizer, other in zip(one["optimizers"], two["optimizers"], strict=True):
+        for number, state in optimizer["state"].items():
+            for name in state.keys() & {"momentum", "exp_avg", "exp_avg_sq"}:
+                apart = (other["state"][number][name] - state[name]).norm() / state[name].norm()
+                assert state[name].numel() == 1 or apart < 1e-4, (number, name)
+    (row,), (other,) = read_log(tmp_path / "one"), read_log(tmp_path / "two")
+    assert other["loss"] == pytest.approx(row["loss"], rel=1e-4) and other["agreement"] == row["agreement"]
+
+
 def test_the_engine_that_wrote_answers_is_gone_before_training(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has most of a GPU's memory."""
     engines: list[weakref.ref[Engine]] = []
@@ -619,6 +646,22 @@ def test_resuming_another_run(folder: Path, text: Path, tmp_path: Path, capsys: 
     for other, told in (({"inner": 56}, "inner 40 (now 56)"), ({"seed": 1}, "seed 0 (now 1)"), ({"kind": "medusa"}, "kind 'mtp' (now 'medusa')")):
         refused(flags(folder, text, out, "--resume", **{"steps": 1, **other}), capsys, f"--resume: {out / 'checkpoint.pt'} is of a run with", told)
     assert (out / "checkpoint.pt").read_bytes() == checkpoint
+
+
+def test_resuming_on_another_model(folder: Path, stopped: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which may have moved, but not changed; a checkpoint of before that was kept is of whatever model."""
+    out, other = Path(shutil.copytree(stopped, tmp_path / "out")), Path(shutil.copytree(folder, tmp_path / "moved"))
+    assert main(flags(other, text, out, "--resume", steps=2)) == 0
+    capsys.readouterr()
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, other / "model.safetensors")
+    refused(flags(other, text, out, "--resume", steps=2), capsys, f"--resume: {out / 'checkpoint.pt'} is of a run with target '", "(now '")
+    assert written(out) == written(stopped)
+    saved = torch.load(out / "checkpoint.pt", weights_only=True)
+    run = {key: value for key, value in json.loads(saved["run"]).items() if key != "target"}
+    torch.save(saved | {"run": json.dumps(run)}, out / "checkpoint.pt")
+    assert main(flags(other, text, out, "--resume", steps=2)) == 0
 
 
 @pytest.mark.parametrize(

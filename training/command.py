@@ -18,6 +18,7 @@ import torch
 
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.model_checks import check_model
+from backend.model_files import fingerprint
 from backend.models.dflash_spec import MARKOV_KINDS
 from backend.models.shards import held
 from training.checkpoints import told
@@ -270,6 +271,7 @@ def prepare(args: argparse.Namespace, clock: Callable[[], float] = time.perf_cou
         checkpoint_every=args.checkpoint_every,
         resume=args.resume,
         data=data,
+        target=fingerprint(args.model),
         clock=clock,
     )
     return run, torch.from_numpy(ids.view(np.int32).copy()), prompts

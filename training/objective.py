@@ -19,18 +19,17 @@ MAX_LOGITS = 2**27
 
 
 class Objective(nn.Module):
-    """States -> the loss, and per step the share of rows where drafter and target agree on the likeliest token."""
+    """States -> by step sums over rows [S, 3]: of the loss, of agreements on the likeliest token, of rows that count (`average`)."""
 
     def __init__(self, target: Target, drafter: Drafter, loss: str) -> None:
         super().__init__()
         self._target, self.drafter, self._loss = target, drafter, loss
 
-    def forward(self, states: States) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, states: States) -> torch.Tensor:
         ids = states.ids
         following = F.pad(ids[:, 1:], (0, 1), value=-1)
         outputs = self.drafter(self._target, states)
-        loss = torch.zeros((), device=ids.device)
-        agreed = []
+        found = []
         for step, output in enumerate(outputs):
             if states.anchors is None:
                 # Rows before have no state to be drafted from; the last one has no text after it.
@@ -47,10 +46,14 @@ class Objective(nn.Module):
                     sums = sums + checkpoint(self._rows, step, *part, use_reentrant=False)
                 else:
                     sums = self._rows(step, *part)
-            count = sums[2].clamp(min=1)
-            loss = loss + self.drafter.decay**step * sums[0] / count
-            agreed.append(sums[1] / count)
-        return loss, torch.stack(agreed).detach()
+            found.append(sums)
+        return torch.stack(found)
+
+    def average(self, sums: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of sums [S, 3] the loss, and by step [S] the share of rows where drafter and target agree. rows [S]: that count; None: the sums'."""
+        count = (sums[:, 2] if rows is None else rows).detach().clamp(min=1)
+        weights = self.drafter.decay ** torch.arange(len(sums), device=sums.device)
+        return (weights * sums[:, 0] / count).sum(), (sums[:, 1] / count).detach()
 
     def _rows(self, step: int, rows: torch.Tensor, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         """Sums over rows [N]: of the loss, of agreements, of rows that count (those whose likeliest token the drafter has)."""

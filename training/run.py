@@ -47,6 +47,8 @@ class Run:
     resume: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     """What the token ids are made of, in words and numbers."""
+    target: str = ""
+    """Fingerprint of the model, which may lie elsewhere when a run goes on."""
     minutes: float | None = None
     clock: Callable[[], float] = time.perf_counter
     """Of these minutes, and of the log's seconds."""

@@ -182,6 +182,13 @@ def make_optimizers(drafter: Drafter, lr: float) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
+def _add_up(run: Run, values: torch.Tensor) -> torch.Tensor:
+    """Of all processes."""
+    if run.processes > 1:
+        dist.all_reduce(values := values.clone())
+    return values
+
+
 def _train(rank: int, run: Run, ids: torch.Tensor) -> bool:
     device = torch.device(run.device)
     with on_stream(device):  # the target's kernels are the engine's
@@ -217,8 +224,11 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
             if anchors is not None:
                 states.anchors = anchors[own].to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=run.torch_dtype == torch.bfloat16):
-                loss, agreed = module(states)
-            loss.backward()
+                sums = module(states)
+            totals = _add_up(run, sums.detach())
+            # Gradients become the mean of all processes', whose rows that count are not as many everywhere.
+            own_loss, _ = objective.average(sums, totals[:, 2] / run.processes)
+            own_loss.backward()
             torch.nn.utils.clip_grad_norm_(adamw, 1.0)
             rate = learning_rate(done, steps)
             for optimizer in optimizers:
@@ -231,6 +241,7 @@ def _train_on(device: torch.device, rank: int, run: Run, ids: torch.Tensor) -> b
             is_stopped, is_last = stop.agree(run, device), done == steps
             bar.update()
             if is_first and (done % LOG_EVERY == 0 or is_last):
+                loss, agreed = objective.average(totals)
                 row = {"step": done, "loss": round(loss.item(), 4), "agreement": [round(a, 4) for a in agreed.tolist()]}
                 log.write(json.dumps(row | {"seconds": round(timer.seconds(), 1)}) + "\n")
                 log.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +12,11 @@ import numpy as np
 import torch
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import check_regular
+from backend.model_files import check_regular, find_gguf_parts
 
 if TYPE_CHECKING:
     import gguf
 
-SUFFIX = ".gguf"
-SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 MAX_FLOAT16 = 65504.0
 HEADER = struct.Struct("<4sIQQ")
 """Of a file: magic, version, numbers of tensors and of values."""
@@ -48,26 +45,24 @@ class GgufFile:
         self.path = path
         self.values: Mapping[str, Any] = {}
         self._tensors: dict[str, tuple[Path, gguf.ReaderTensor]] = {}
-        for number, part in enumerate(self._find_parts(path)):
+        parts = find_gguf_parts(path)
+        total: Any = None
+        for number, part in enumerate(parts):
             reader = self._open(part)
+            values = {key: self._read_value(part, key, field) for key, field in reader.fields.items() if number == 0 or key.startswith("split.")}
+            _check_part(part, values, number, len(parts))
             if number == 0:
-                self.values = {key: self._read_value(part, key, field) for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+                self.values = {key: value for key, value in values.items() if not key.startswith("GGUF.")}
+                total = values.get("split.tensors.count")
+            elif values.get("split.tensors.count") != total:
+                own = values.get("split.tensors.count")
+                raise ModelError(f"{part}: split.tensors.count is {own!r:.40}, and in {parts[0].name} {total!r:.40}: it is a part of another model")
             for tensor in reader.tensors:
                 if tensor.name in self._tensors:
                     raise ModelError(f"{part}: tensor {tensor.name} is in {self._tensors[tensor.name][0]} too")
                 self._tensors[tensor.name] = part, tensor
-
-    @staticmethod
-    def _find_parts(path: Path) -> list[Path]:
-        check_regular(path)
-        found = SPLIT.search(path.name)
-        if found is None:
-            return [path]
-        count = int(found[2])
-        parts = [path.with_name(f"{path.name[: found.start()]}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
-        if missing := [part.name for part in parts if not part.is_file()]:
-            raise ModelError(f"{path} is one of {count} parts; missing beside it: {', '.join(missing[:5])}")
-        return parts
+        if len(parts) > 1 and total is not None and total != len(self._tensors):
+            raise ModelError(f"{path}: its {len(parts)} parts have {len(self._tensors)} tensors, and split.tensors.count is {total!r:.40}")
 
     def _open(self, path: Path) -> gguf.GGUFReader:
         check_lengths(path)
@@ -123,6 +118,21 @@ class GgufFile:
         _, tensor = self._tensors[name]
         numbers = self._gguf.quants.dequantize(tensor.data if index is None else tensor.data[index], tensor.tensor_type)
         return torch.from_numpy(numbers.copy()).reshape(shape)
+
+
+def _check_part(path: Path, values: Mapping[str, Any], number: int, count: int) -> None:
+    """Raises ModelError unless a file says of itself that it is part `number`, from 0 on, of `count`; one alone may say nothing, or no parts."""
+    found = values.get("split.count")
+    if count == 1 and found in (None, 0, 1):  # 0: of parts that were put together again
+        return
+    if count == 1:
+        no = values.get("split.no")
+        place = f"{no + 1} " if isinstance(no, int) else ""
+        rule = "each is named NAME-00001-of-00009.gguf, by its number and theirs, and all lie in one folder"
+        raise ModelError(f"{path} is part {place}of {found!r:.40} (split.count), by another name: {rule}")
+    for key, own in (("split.count", count), ("split.no", number)):
+        if values.get(key) != own:
+            raise ModelError(f"{path}: {key} is {values.get(key)!r:.40}; by its name it is {own}: it is another part, or one of another model")
 
 
 def check_lengths(path: Path) -> None:

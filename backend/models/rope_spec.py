@@ -107,6 +107,8 @@ def read_rope(
         if scaling.has(key) and scaling.get(key) != 1:
             raise scaling.refuse(key, "1: what else it means, implementations do not agree on")
     kind = _find_kind(scaling)
+    if not any(map(scaling.has, ("rope_type", "type"))) and scaling.get("factor") not in (None, 1):
+        raise scaling.refuse("rope_type", f"one of {', '.join(ROPE_KINDS)}, where there is a factor")
     kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:
         raise ModelError(f"{values.where}: rope scaling {kind!r:.80} is not supported; known: {', '.join(ROPE_KINDS)}")
