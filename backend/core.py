@@ -157,6 +157,8 @@ class Request:
     """Another node is to compute its prompt."""
     hand_off: HandOff | None = None
     """What that node's last step brought, until the first step here."""
+    drafting: Any = None
+    """What the planner of drafts knows of it (`backend.budget.known.Own`): it is asked several times in each step of each request."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:

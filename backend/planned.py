@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Drafted:
     """Who made the drafts that the next step verifies. It may hold fewer than these."""
 
-    sources: list[str] = field(default_factory=list)
+    sources: Sequence[str] = ()
     alone_score: int = NEVER
     score: int = 0
     """Of the lookup, once the step was read."""
@@ -56,7 +56,8 @@ class Drafted:
         self.score, self.chances = score, chances or ()
         if chances is not None and len(chances) < self.num_model:
             self.num_model = len(chances)
-            self.sources[self.num_model :] = [lookup_name if own == model_name else own for own in self.sources[self.num_model :]]
+            others = [lookup_name if own == model_name else own for own in self.sources[self.num_model :]]
+            self.sources = [*self.sources[: self.num_model], *others]
 
     def cut(self, count: int) -> None:
         """Leaves so many first ones."""
@@ -64,9 +65,7 @@ class Drafted:
         self.token_ids = None if self.token_ids is None else self.token_ids[:count]
 
     def who(self, count: int, lookup_name: str) -> list[str]:
-        if self.is_alone:
-            return [lookup_name] * count
-        return self.sources[:count]
+        return [lookup_name] * count if self.is_alone else [*self.sources[:count]]
 
     def judge(self, count: int, model_name: str, lookup_name: str) -> Chain:
         """What is known of the first `count` drafts."""

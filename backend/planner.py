@@ -6,6 +6,7 @@ the step's model drafter has come.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ from backend.step.times import StepTimes
 from backend.step_drafting import StepDrafting
 from backend.step_grammars import StepGrammars
 from kernels.request_state import Admission
-from kernels.structs import DRAFTER_COUNT, PREFIX_GROUP, PREFIX_LEN
+from kernels.structs import DRAFTER_COUNT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
 
 MAX_LAG = 512
 """Tokens of a prompt that a model drafter may be spared, to catch up in one step if it is asked after all."""
@@ -73,6 +74,7 @@ class Planner:
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
         self._known: dict[str, Known] = {}
+        self._made: dict[tuple[int, int], tuple[str, ...]] = {}
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Planner:
                 rows.append(self._row(step, entry, own, is_prompt))
         plan.least_standing, plan.trust = int(self._budget.least_standing() * MILLION), int(self._budget.trust * MILLION)
         self._budget.expect_drafts(plan.num_model_drafts, step.num_asked)
-        plan.fields = np.array(rows, dtype=np.int32).T.copy()
+        plan.fields = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32).reshape(len(rows), NUM_FIELDS).T.copy()
         plan.num_prompts = len(prompts)
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
@@ -217,8 +219,8 @@ class Planner:
         known.is_admitted = True
         model_limit, lookup_limit, alone = 0, -1, NEVER
         end, drafter_count, drafter_end = entry.begin + entry.num_tokens, 0, known.num_drafter_tokens
-        if place.has_model:
-            num_model = budget.num_model(request)
+        num_model = budget.num_model(request) if place.has_model else 0
+        if num_model or (place.has_model and (is_prompt or known.is_followed)):  # else the model has nothing to do, as before
             drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, num_model)
             most = self._num_drafts_held(request, num_model) if entry.is_short else num_model
             if drafter_count < 0 and not most:  # it keeps up, which a step does that drafts
@@ -231,15 +233,16 @@ class Planner:
                 step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
         if place.has_lookup and entry.emits and (limit := min(budget.limit(request), MAX_DRAFTS)):
             lookup_limit = limit
-            alone = budget.alone_score(request, model_limit, limit)
-            if self._is_exact and drafter_count > MAX_LAG:
-                alone = NEVER  # the model follows so much whatever the lookup finds
+            if model_limit or self._is_exact:  # else there is nothing in the place of which it would draft
+                alone = budget.alone_score(request, model_limit, limit)
+                if drafter_count > MAX_LAG and self._is_exact:
+                    alone = NEVER  # the model follows so much whatever the lookup finds
             plan.has_lookup = True
             plan.has_lookup_alone |= alone < NEVER
-        made = [self._drafters.model_name] * model_limit + [self._drafters.lookup_name] * (lookup_limit - model_limit)
-        known.drafted = Drafted(made, alone, num_model=model_limit)
+        known.drafted = Drafted(self._sources(model_limit, lookup_limit), alone, num_model=model_limit)
         # To copy and read it takes the host as long as to plan a row does.
-        plan.reports_drafts |= known.is_reported or drafter_count != 0 or model_limit > 0 or self._joins_host(request, known)
+        if not plan.reports_drafts:
+            plan.reports_drafts = known.is_reported or drafter_count != 0 or model_limit > 0 or self._joins_host(request, known)
         step.verified.append(verified)
         step.made.append(known.drafted)
         first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)
@@ -251,6 +254,14 @@ class Planner:
                 plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
         head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone, *NO_PREFIX_NO_MASKS)
+
+    def _sources(self, model_limit: int, lookup_limit: int) -> tuple[str, ...]:
+        """Who makes each of a row's drafts."""
+        found = self._made.get((model_limit, lookup_limit))
+        if found is None:
+            model, lookup = (self._drafters.model_name,) * model_limit, (self._drafters.lookup_name,) * (lookup_limit - model_limit)
+            found = self._made[model_limit, lookup_limit] = model + lookup
+        return found
 
     def _joins_host(self, request: Request, known: Known) -> bool:
         """Drafters of the host are to see what the step drafts, and may lengthen or replace it."""

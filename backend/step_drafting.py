@@ -16,6 +16,9 @@ from backend.step.options import Options
 from backend.step.plan import StepPlan
 from backend.step.times import StepTimes
 
+REJECTION = Options.REJECTION.value
+"""As an integer: to ask a flag takes ten times as long, and every request of a step is asked."""
+
 
 class StepDrafting:
     """A part of the planner."""
@@ -39,6 +42,8 @@ class StepDrafting:
         for _, hand_off, own in handed:
             self._take_handed_probs(step, hand_off, own)
         step.limits = [entry.max_drafts for entry in step.entries]
+        if not self._is_exact:
+            return  # one limit holds for all
         ready = ((e, known[id(e)]) for e in decoding if e.max_drafts and not e.request.num_steps_ahead)
         self._allot([(entry, own) for entry, own in ready if own.drafted.parents or not entry.request.speculation.num_nodes], len(decoding))
 
@@ -63,7 +68,7 @@ class StepDrafting:
             chain = drafted.judge(count if is_certain else min(count, len(own.next_drafts)), model, lookup)
             chains.append(chain)
             parents.append(drafted.parents)
-            is_drawn = bool(own.options & Options.REJECTION)
+            is_drawn = bool(own.options & REJECTION)
             num_drawn.append(sum(evidence.source == model for evidence in chain) if is_drawn else 0)
         counts = self._budget.allot([entry.request for entry, _ in ready], chains, num_drawn, num_decoding, parents)
         for (entry, _), chain, count in zip(ready, chains, counts):
@@ -93,9 +98,9 @@ class StepDrafting:
                 token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
                 probs = None if probs is None else probs[:num_drawn]
             self._put_drafts(plan, own, token_ids)
-            if own.options & Options.REJECTION and (probs is not None or not own.place.has_model or not num_model):
+            if own.options & REJECTION and (probs is not None or not own.place.has_model or not num_model):
                 plan.num_drawn_writes += (own.index, 0 if probs is None else len(probs))
-            if probs is not None and own.options & Options.REJECTION:
+            if probs is not None and own.options & REJECTION:
                 step.host_probs.append((own.index, probs))
 
     def _show(self, request: Request, known: Known) -> None:
@@ -129,7 +134,7 @@ class StepDrafting:
         """Drafts as the request's grammar wants them, and how many of them were drawn from a distribution."""
         sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
         limit = min(entry.max_drafts, self._max_masked_drafts)
-        num_drawn = num_drawn if known.options & Options.REJECTION else 0
+        num_drawn = num_drawn if known.options & REJECTION else 0
         fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit, self._drafts_forced)
         return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted, num_model=self.count_model(sources)), num_drawn
 
@@ -173,7 +178,7 @@ class StepDrafting:
 
     def _take_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
         """What they were drawn from, of those that the host's drafters kept."""
-        if not known.options & Options.REJECTION:
+        if not known.options & REJECTION:
             return
         sources, probs = known.drafted.sources, hand_off.draft_probs
         count = 0 if probs is None else min(self.count_model(sources), len(probs))
@@ -233,7 +238,7 @@ class StepDrafting:
             count = 0
             if not made.is_alone and (outcome.next_drafts or not self._is_exact):
                 count = min(made.num_model, len(outcome.next_drafts)) if outcome.next_drafts else made.num_model
-            if not made.sources and verified.evidence is not None:
+            if not made.sources and verified.evidence and verified.evidence[0].source == model:
                 count = sum(evidence.source == model for evidence in verified.evidence)  # of one that is asked by the host
             most, number = max(most, count), number + (count > 0)
         return most, number

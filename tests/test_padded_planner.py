@@ -117,7 +117,8 @@ def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatc
 
     def plan(is_asked: bool, keeps_up: bool) -> list[int]:
         chosen.begin([request])
-        chosen._applied, chosen._applied_model, chosen.keeps_up = TOP, is_asked, keeps_up
+        chosen._applied.put(Choice(TOP, is_asked))
+        chosen.keeps_up = keeps_up
         step = planner.plan(Batch([Scheduled(request, 1, TOP, 20, is_decoding=True)]))
         assert step.effort == {"has_drafts": True, "has_model": is_asked}, "what such a trial takes the host is what lookups alone take it"
         fields = step.plan.fields
@@ -126,7 +127,7 @@ def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatc
     assert plan(True, False) == [-1, -1, STEPS, TOP]
     assert plan(False, True) == [-1, -1, 0, TOP] and plan(True, False) == [-1, -1, STEPS, TOP]
     assert plan(False, False) == [-1, 0, 0, TOP] and not planner.is_held(request), "it runs ahead without the model"
-    chosen._applied_model = True
+    chosen._applied.put(Choice(TOP, True))
     assert planner.is_held(request), "to catch up, the host has to name its rows"
 
 
@@ -140,7 +141,7 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
     monkeypatch.setattr(chosen, "observe", lambda limits, outcomes, step: seen.append([limit for _, limit, _ in limits]))
     for limit in (2, 2, 7, 7):
         chosen.begin([request])
-        chosen._applied = limit
+        chosen._applied.put(Choice(limit, True))
         step = planner.plan(Batch([Scheduled(request, 1, limit, 20, is_decoding=True)]))
         planner.observe(step, [Outcome([1], num_drafts=min(limit, 2))], StepTimes(forward=1e-3, draft=1e-3))
     assert seen[1:] == [[2], [2], [7]]
@@ -158,7 +159,7 @@ def test_a_report_is_read_where_somebody_looks_at_it() -> None:
     def plan(is_asked: bool, waits: bool) -> tuple[bool, bool]:
         """Whether the step reports, and whether the host drafted for it."""
         budget.begin([request])
-        budget._applied, budget._applied_model, budget._waits, budget.keeps_up = TOP, is_asked, waits, False
+        budget._applied.put(Choice(TOP, is_asked, waits))
         request.num_steps_ahead = not waits
         step = planner.plan(Batch([Scheduled(request, 1, TOP, 20, is_decoding=True)]))
         planner.read(step, 0, Outcome([1]))
@@ -177,7 +178,8 @@ def test_prompts_are_kept_from_a_model_that_was_left_long_ago() -> None:
     counts = []
     for number, (steps, options) in enumerate([(0, {}), (LEAVE_AFTER - 1, {}), (LEAVE_AFTER, {}), (LEAVE_AFTER, {"is_prefill_only": True})]):
         request = Request(str(number), list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)), **options)
-        limits.num_unasked, drafters.budget._applied, drafters.budget._applied_model = steps, TOP, False
+        limits.num_unasked = steps
+        drafters.budget._applied.put(Choice(TOP, False))
         step = planner.plan(Batch([Scheduled(request, 20)], fresh_pages=list(range(70))))
         counts.append(int(step.plan.fields[DRAFTER_COUNT, 0]))
     assert counts == [21, 21, 0, 21]

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from backend.budget.applied import Applied
 from backend.budget.costs import CostClass, StepCosts
-from backend.budget.known import Ability, Group, Own, as_promise, group_of
+from backend.budget.known import Ability, Cohort, Group, Own, as_promise, group_of
 from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every, often_of
 from backend.budget.limits import MIN_ALIKE, Limits
 from backend.budget.observing import Observing, StepSeen
@@ -54,11 +55,10 @@ class DraftBudget:
         self._learning = Learning(self._survival, self._prices, self._limits.forecast, is_exact)
         self._means = self._learning.means
         self._observing = Observing(self._costs, self._padded, self._prices, self._limits)
-        self._own: dict[str, Own] = {}
+        self._cohorts: dict[Group, Cohort] = {}
+        self._number = 0  # of steps that were planned
         self._trials = Trials(self._limits, is_exact=is_exact)
-        self._applied: int | None = None  # the limit, or a trial; None: nothing is limited
-        self._applied_model = True
-        self._waits = False
+        self._applied = Applied(self._limits, self._trials)
         self.keeps_up = False
         """The model drafter follows the text in the next step though it is not asked for drafts: the step is a trial without them."""
         self._next_draft_seconds = 0.0
@@ -72,17 +72,21 @@ class DraftBudget:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _of(self, request: Request) -> Own:
-        own = self._own.get(request.request_id)
-        if own is None:
-            ability = self._describe(request)
-            group = group_of(request.speculation, ability, is_exact=self._is_exact)
-            common = self._means[group.kind]
-            own = self._own[request.request_id] = Own(ability, group.kind, group.is_paced, replace(common), common, group)
+    def _meet(self, request: Request) -> Own:
+        """Of a request whose `drafting` is not there yet."""
+        speculation, ability = request.speculation, self._describe(request)
+        group = group_of(speculation, ability, is_exact=self._is_exact)
+        cohort, common = self._cohorts.setdefault(group, Cohort(group)), self._means[group.kind]
+        is_limited = group.is_paced and not request.is_prefill_only
+        own = Own(ability, cohort, group.kind, group.is_paced, is_limited, speculation.max_drafts, replace(common), common)
+        request.drafting = own
         return own
 
+    def _of(self, request: Request) -> Own:
+        return request.drafting or self._meet(request)
+
     def stop(self, request: Request) -> None:
-        self._own.pop(request.request_id, None)
+        request.drafting = None
         self._survival.stop(request.request_id)
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -92,36 +96,35 @@ class DraftBudget:
 
         Where steps compute as many rows as they have tokens, nothing is tried beside prompts while there are steps without, which measure better.
         """
-        groups: dict[Group, list[Own]] = {}
+        self._number = number = self._number + 1
+        cohorts: list[Cohort] = []
         paced: list[Request] = []
-        has_choice, top = False, 0
-        able: list[Own] = []
         for request in requests:
-            speculation = request.speculation
-            if speculation.num_speculative_tokens:
-                own = self._of(request)
-                group = own.group
-                if not (self._is_exact and speculation.num_nodes):
-                    groups.setdefault(group, []).append(own)
-                    top = max(top, group.num_wanted) if own.is_paced else top
-                if group.num_model:
-                    able.append(own)
-                has_choice |= own.is_paced or (group.has_others and own.kind.has_model)
+            own: Own = request.drafting or self._meet(request)
+            if own.most:
+                cohort = own.cohort
+                if cohort.step != number:
+                    cohort.step, cohort.owns = number, []
+                    cohorts.append(cohort)
+                cohort.owns.append(own)
                 if own.is_paced:
                     paced.append(request)
         self._trials.end()
-        self._applied, self._waits, self.keeps_up = None, False, False
+        self._applied.put(None)
+        self.keeps_up = False
         num_requests = self._num_requests = max(1, len(requests))
         self._often = often_of(num_requests)
-        if not has_choice:
+        if not paced and not any(cohort.group.has_others and cohort.group.kind.has_model for cohort in cohorts):
             if self._padded is not None and not requests and self._limits.chosen.limit >= 0:
-                self._applied, self._applied_model, _ = self._limits.chosen  # what a prompt's last step drafts is for a step like those before
+                self._applied.put(self._limits.chosen._replace(waits=False))  # what a prompt's last step drafts is for a step like those before
             return
         prices = self._prices
-        (self._padded or self._costs).begin(num_requests, sum(len(request.token_ids) for request in requests))
+        (self._padded or self._costs).begin(num_requests, sum([len(request.token_ids) for request in requests]))
+        groups = {cohort.group: cohort.owns for cohort in cohorts if not (self._is_exact and cohort.group.num_nodes)}
+        top = max((group.num_wanted for group in groups if group.is_paced), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
         if self._is_exact:
-            prices.begin(num_requests, able)
+            prices.begin(num_requests, [own for cohort in cohorts if cohort.group.num_model for own in cohort.owns])
             prices.speed = prices.usual_speed
         else:
             prices.speed = speed
@@ -129,27 +132,22 @@ class DraftBudget:
         if not paced:
             return
         may_try = not (self._is_exact and self._has_prompts) or self._costs.is_beside_prompts
-        self._applied, self._applied_model, self._waits = self._trials.choose(paced, top, may_try)
+        self._applied.put(self._trials.choose(paced, top, may_try))
         self.keeps_up = self._trials.keeps_up
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
-        wanted = request.speculation.max_drafts
-        return self._limit(request, self._of(request)) if wanted and self._applied is not None else wanted
+        own: Own = request.drafting or self._meet(request)
+        return self._limit(request, own) if own.is_limited and own.most and self._applied.limit is not None else own.most
 
     def _limit(self, request: Request, own: Own) -> int:
-        wanted = request.speculation.max_drafts
-        if not wanted or self._applied is None or not own.is_paced or request.is_prefill_only:
-            return wanted
-        if self._is_exact:
-            is_worth = request.request_id in self._trials.explorers or self._are_lookups_worth(own)
-            is_limited = request.num_steps_ahead and not request.speculation.num_nodes
-            return (min(wanted, self._applied) if is_limited else wanted) if is_worth else 0
-        if self._trials.is_on and not self._limits.chosen.limit and request.request_id not in self._trials.explorers:
+        """Of a request that the choice holds for."""
+        if not self._is_exact:
+            return self._applied.limit_for(request, own)
+        if request.request_id not in self._trials.explorers and not self._are_lookups_worth(own):
             return 0
-        if request.speculation.num_nodes:
-            return wanted if self._applied and self._applied_model else 0
-        return min(wanted, self._applied)
+        assert self._applied.limit is not None
+        return min(own.most, self._applied.limit) if request.num_steps_ahead and not request.speculation.num_nodes else own.most
 
     def _are_lookups_worth(self, own: Own) -> bool:
         """Where a model drafts too, it is asked or not by itself."""
@@ -210,13 +208,13 @@ class DraftBudget:
         if not own.pending:
             return
         for settled in self._learning.compare(request, own, self._often):
-            if self._padded is not None and own.ability.may_wait and not self._waits:
+            if self._padded is not None and own.ability.may_wait and not self._applied.waits:
                 self._learning.note_listened(request, own, settled, self._num_requests)
 
     @property
     def listens(self) -> bool:
         """Whether lookups of the host are to be asked for one request that does not wait for them, to see what they would bring."""
-        if self._padded is None or self._applied is None or self._waits:
+        if self._padded is None or self._applied.limit is None or self._applied.waits:
             return False
         return self._trials.num_steps % listen_every(self._num_requests) == 0
 
@@ -227,7 +225,7 @@ class DraftBudget:
         distribution that verification uses, or 0; num_rows: of requests that go on, without any draft; parents: as `Survival.survivals`
         takes them, of each; none: all are chains."""
         counts = [len(chain) for chain in chains]
-        if self._applied is None or not self._is_exact or not self._costs.is_known:
+        if self._applied.limit is None or not self._is_exact or not self._costs.is_known:
             return counts
         free = [n for n, r in enumerate(requests) if counts[n] and self._is_free(r)]
         if not free:
@@ -259,8 +257,10 @@ class DraftBudget:
         """Drafts that the step's model drafter makes for a request at the step's end."""
         own = self._of(request)
         count = own.ability.num_model
-        if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
-            if not self._is_exact or request.num_steps_ahead:
+        if count and own.is_limited and self._applied.limit is not None:
+            if not self._is_exact:
+                count = self._applied.num_model_for(request, own)
+            elif request.num_steps_ahead:
                 count = min(count, self._limit(request, own)) if self._asks_all(request) else 0
             elif request.request_id not in self._trials.explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0
@@ -275,15 +275,12 @@ class DraftBudget:
         return count
 
     def _asks_all(self, request: Request) -> bool:
-        """Where one choice holds for all requests. In a trial few ask that did not: they have to catch up."""
-        if self._is_exact and request.speculation.num_nodes:
-            return True
-        is_new = self._trials.is_on and not self._is_exact and not self._limits.chosen.is_asked
-        return self._applied_model and (not is_new or request.request_id in self._trials.explorers)
+        """Where steps are planned ahead that have the rows of their tokens: one choice holds for all requests."""
+        return self._applied.is_asked or request.speculation.num_nodes > 0
 
     def waits(self, request: Request) -> bool:
         """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""
-        return self._waits and (own := self._of(request)).is_paced and own.ability.may_wait
+        return self._applied.waits and (own := self._of(request)).is_paced and own.ability.may_wait
 
     def asks_soon(self, request: Request) -> bool:
         """Whether lookups of the host are asked for a request that begins. Where nobody waits for them, what they would bring one is looked at."""
@@ -292,7 +289,7 @@ class DraftBudget:
 
     def leaves_model(self, request: Request) -> bool:
         """Whether prompts, too, are kept from a model drafter that has not been asked for long. It catches up where it is asked again."""
-        if self._padded is None or self._applied is None or self._limits.num_unasked < LEAVE_AFTER or request.is_prefill_only:
+        if self._padded is None or self._applied.limit is None or self._limits.num_unasked < LEAVE_AFTER or request.is_prefill_only:
             return False
         return self._of(request).is_paced
 
@@ -300,10 +297,10 @@ class DraftBudget:
         """Whether `num_model` will be above 0 in the step that is planned, where steps compute as many rows for each request as for the one with
         most drafts."""
         own = self._of(request)
+        if own.is_limited and self._applied.limit is not None:
+            return self._applied.num_model_for(request, own) > 0
         if not own.ability.num_model:
             return False
-        if own.is_paced and self._applied is not None and not request.is_prefill_only:
-            return self._limit(request, own) > 0 and self._asks_all(request)
         return not (own.ability.has_host and self._preference.is_sure(own)) or (own.num_steps + 1) % TRY_EVERY == 0
 
     def alone_score(self, request: Request, num_model: int, limit: int) -> int:
@@ -324,7 +321,7 @@ class DraftBudget:
 
     def least_standing(self) -> float:
         """Requests for which all drafts so far have to stand for one draft more of each to be worth the model's time."""
-        if self._applied is None or not self._is_exact or not self._costs.is_known:
+        if self._applied.limit is None or not self._is_exact or not self._costs.is_known:
             return 0.0
         return self._prices.least_standing
 
@@ -372,13 +369,13 @@ class DraftBudget:
     def observe(self, limits: Sequence[tuple[Request, int, bool]], outcomes: Sequence[tuple[int, int]], step: StepSeen) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its
         drafts that were verified, and those accepted."""
-        self._learning.forecast(self._own, limits, outcomes, step.padded)
+        self._learning.forecast(limits, outcomes, step.padded)
         self._has_prompts = step.num_prompts > 0
         if step.padded is not None and (step.padded.is_behind or not step.num_prompts):
             chosen = self._limits.chosen
             is_extra = step.is_catching_up or step.padded.is_behind or (step.num_asked > 0 and not (chosen.limit and chosen.is_asked))
             self._trials.note(step.verify_seconds + step.draft_seconds, is_extra=is_extra)
-        self._observing.observe(step, outcomes, is_limited=self._applied is not None, has_explorers=bool(self._trials.explorers))
+        self._observing.observe(step, outcomes, is_limited=self._applied.limit is not None, has_explorers=bool(self._trials.explorers))
 
     def note_host(
         self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, *, has_drafts: bool = False, has_model: bool = False

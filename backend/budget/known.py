@@ -37,7 +37,7 @@ class Ability:
     """The model is asked when a step is planned, with all tokens known."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Means:
     """Drafts that were right in a step, on average: of one request, which begins with that of others like it, or of all of a kind."""
 
@@ -107,6 +107,22 @@ def share_of(num_tokens: float, right: float) -> float:
     return num_tokens / (1 + right)
 
 
+@dataclass(slots=True, eq=False)
+class Cohort:
+    """The requests of a group, and what the choice for the next step means for each of them (`backend.budget.applied`)."""
+
+    group: Group
+    owns: list[Own] = field(default_factory=list)
+    step: int = -1
+    """By number, that owns are of."""
+    settled: int = -1
+    """Choice, by number, that the rest is of."""
+    limit: int = 0
+    """Most drafts of a request that the next step verifies."""
+    num_model: int = 0
+    """Drafts that the model drafter makes for it."""
+
+
 class Watched(NamedTuple):
     """Drafts that were not verified, whose text is not all there yet."""
 
@@ -138,12 +154,16 @@ class Own:
     """What is known of one request."""
 
     ability: Ability
+    cohort: Cohort
     kind: Kind
     is_paced: bool
+    is_limited: bool
+    """That, of a request that is to be decoded here."""
+    most: int
+    """Drafts that it wants of a step."""
     means: Means
     common: Means
     """Of all requests of its kind."""
-    group: Group
     beside: Beside = NO_LOOKUPS
     """What lookups on the host found when they were asked last."""
     mean_beside: Beside = NO_LOOKUPS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from backend.budget.forecast import Forecast, Kind, asking
 from backend.budget.known import MAX_SCORE, Means, Own, Settled, share_of
@@ -118,27 +118,24 @@ class Learning:
         for means, share in self._shares(own, weight):
             means.note_lookup(right, share)
 
-    def forecast(
-        self,
-        owns: Mapping[str, Own],
-        limits: Sequence[tuple[Request, int, bool]],
-        outcomes: Sequence[tuple[int, int]],
-        padded: PaddedStep | None,
-    ) -> None:
-        """See `DraftBudget.observe`. owns: of the requests that are open."""
-        alike: dict[tuple[Kind, bool, bool], list[tuple[int, int, int]]] = {}
+    def forecast(self, limits: Sequence[tuple[Request, int, bool]], outcomes: Sequence[tuple[int, int]], padded: PaddedStep | None) -> None:
+        """See `DraftBudget.observe`."""
+        alike: dict[tuple[Means, bool, bool], tuple[Kind, list[tuple[int, int, int]]]] = {}  # by the means, which each kind has its own of
         for number, ((request, limit, has_model), (drafts, accepted)) in enumerate(zip(limits, outcomes, strict=True)):
-            known = owns.get(request.request_id)
+            known: Own | None = request.drafting
             if known is None or request.speculation.num_nodes:
                 continue  # it ended with this step; or limits on a chain's drafts say nothing of it
             kind = known.kind
-            key = kind, kind.has_model, kind.has_host
-            if padded is not None:
-                key = kind, has_model, known.ability.may_wait and padded.asked_host[number]
+            if padded is None:
+                key = known.common, kind.has_model, kind.has_host
+            else:
+                key = known.common, has_model, known.ability.may_wait and padded.asked_host[number]
                 if key[2]:
                     self.note_host(known, accepted)
-            alike.setdefault(key, []).append((limit, drafts, accepted))
-        for (kind, has_model, has_host), rows in alike.items():
+            if key not in alike:
+                alike[key] = kind, []
+            alike[key][1].append((limit, drafts, accepted))
+        for (_, has_model, has_host), (kind, rows) in alike.items():
             self._forecast.add(asking(kind, has_model, has_host), *zip(*rows))
 
     def least_score(self, request: Request, lookup: str, count: int, worth: float) -> int:
@@ -157,7 +154,7 @@ class Learning:
 
     def _note_lookup(self, own: Own, num_drafts: int, right: int, weight: float) -> None:
         """Of drafts of the step's lookup, which the host's may have lengthened or taken the place of: none, if it found nothing."""
-        self._forecast.add_expected(asking(own.kind, False), own.group.num_wanted, _chances(num_drafts, right), weight)
+        self._forecast.add_expected(asking(own.kind, False), own.cohort.group.num_wanted, _chances(num_drafts, right), weight)
         for means, share in self._shares(own, weight):
             means.note_lookup(right, share)
 

@@ -29,7 +29,18 @@ PARTS, MAX_AGE = 4, 32
 """Parts of a shift of log-odds that are told apart where many ask in every step, and the steps for which what stood since then is left out."""
 MAX_MATCH, MAX_PLACES, NUM_SHARES = 16, 4, 10
 """Matches, places and probabilities that are told apart."""
-NO_SHIFTS: dict[str, float] = {}
+
+
+class Shift(NamedTuple):
+    """Of a request's log-odds for the drafts of one source."""
+
+    shift: float = 0.0
+    against: float = 1.0
+    """What the odds against a draft are multiplied with for it."""
+
+
+NO_SHIFT = Shift()
+NO_SHIFTS: dict[str, Shift] = {}
 """Of a request of which nothing was learned."""
 
 
@@ -79,11 +90,11 @@ def by_branch(source: str, chances: Sequence[float], parents: Sequence[int]) -> 
 
 
 class _Bucket:
-    __slots__ = ("accepted", "log_odds", "source", "tries")
+    __slots__ = ("accepted", "against", "source", "tries")
 
     def __init__(self, source: str, guess: float) -> None:
         self.source, self.tries, self.accepted = source, GUESS_WEIGHT, GUESS_WEIGHT * guess
-        self.log_odds = math.log(guess / (1 - guess))
+        self.against = (1.0 - guess) / guess  # the odds against one more that stands
 
     def add(self, is_accepted: float) -> None:
         """1.0 or 0.0."""
@@ -92,7 +103,7 @@ class _Bucket:
         share = accepted / tries
         if not MIN_SHARE < share < 1 - MIN_SHARE:
             share = min(max(share, MIN_SHARE), 1 - MIN_SHARE)
-        self.log_odds = math.log(share / (1.0 - share))
+        self.against = (1.0 - share) / share
 
 
 class _Buckets(dict[Evidence, _Bucket]):
@@ -125,7 +136,7 @@ class Survival:
 
     def __init__(self) -> None:
         self._buckets = _Buckets()
-        self._own: dict[str, dict[str, float]] = {}
+        self._own: dict[str, dict[str, Shift]] = {}
         self._promises: dict[tuple[str, int, int, int], Promise] = {}  # of lookups: by source, drafts, match and the request's own shift, in parts
         self._asked = 0  # the step since when they are kept
         self.step = 0
@@ -137,8 +148,12 @@ class Survival:
     def survivals(self, request_id: str, chain: Chain, parents: Sequence[int] = ()) -> list[float]:
         """The chance that each draft of a request is accepted, all before it with it. parents: of a tree, the number of the draft before each,
         which is smaller; -1: the newest token; none: each follows the one before it."""
-        own, exp, left, buckets = self._own.get(request_id, NO_SHIFTS), math.exp, 1.0, self._buckets
-        weights = [1.0 + exp(-(buckets[evidence].log_odds + own.get(evidence[0], 0.0))) for evidence in chain]
+        own, left, buckets = self._own.get(request_id, NO_SHIFTS), 1.0, self._buckets
+        if own:
+            get = own.get
+            weights = [1.0 + buckets[evidence].against * get(evidence[0], NO_SHIFT)[1] for evidence in chain]
+        else:
+            weights = [1.0 + buckets[evidence].against for evidence in chain]
         if not parents:
             return [left := left / weight for weight in weights]
         found: list[float] = []
@@ -153,12 +168,12 @@ class Survival:
         if self.step - self._asked >= MAX_AGE:
             self._promises.clear()
             self._asked = self.step
-        part = round(self._own.get(request_id, NO_SHIFTS).get(source, 0.0) * PARTS)
+        part = round(self._own.get(request_id, NO_SHIFTS).get(source, NO_SHIFT).shift * PARTS)
         key = source, count, min(matched, MAX_MATCH), part
         found = self._promises.get(key)
         if found is None:
-            own, exp, left, buckets = part / PARTS, math.exp, 1.0, self._buckets
-            survivals = [left := left / (1.0 + exp(-buckets[evidence].log_odds - own)) for evidence in by_match(source, key[2], count)]
+            against, left, buckets = math.exp(-part / PARTS), 1.0, self._buckets
+            survivals = [left := left / (1.0 + buckets[evidence].against * against) for evidence in by_match(source, key[2], count)]
             found = self._promises[key] = Promise(survivals, sum(survivals))
         return found
 
@@ -172,9 +187,9 @@ class Survival:
         """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too.
         -> tokens that they promised before."""
         own = self._own.setdefault(request_id, {}) if chain else {}
-        buckets, exp, left, promised = [self._buckets[evidence] for evidence in chain], math.exp, 1.0, 0.0
+        buckets, left, promised = [self._buckets[evidence] for evidence in chain], 1.0, 0.0
         for bucket in buckets:
-            left /= 1.0 + exp(-(bucket.log_odds + own.get(bucket.source, 0.0)))
+            left /= 1.0 + bucket.against * own.get(bucket.source, NO_SHIFT).against
             promised += left
         for place, bucket in enumerate(buckets[: num_accepted + 1]):
             self._add(own, bucket, 1.0 if place < num_accepted else 0.0, is_own)
@@ -188,10 +203,10 @@ class Survival:
                 self._add(own, bucket, 1.0 if number in path else 0.0, True)
 
     @staticmethod
-    def _add(own: dict[str, float], bucket: _Bucket, is_accepted: float, is_own: bool) -> None:
+    def _add(own: dict[str, Shift], bucket: _Bucket, is_accepted: float, is_own: bool) -> None:
         if is_own:
-            shift = own.get(bucket.source, 0.0)
-            chance = 1.0 / (1.0 + math.exp(-bucket.log_odds - shift))
-            shift = OWN_MEMORY * shift + OWN_RATE * (is_accepted - chance)
-            own[bucket.source] = shift if -MAX_OWN <= shift <= MAX_OWN else math.copysign(MAX_OWN, shift)
+            shift, against = own.get(bucket.source, NO_SHIFT)
+            shift = OWN_MEMORY * shift + OWN_RATE * (is_accepted - 1.0 / (1.0 + bucket.against * against))
+            shift = min(max(shift, -MAX_OWN), MAX_OWN)
+            own[bucket.source] = Shift(shift, math.exp(-shift))
         bucket.add(is_accepted)

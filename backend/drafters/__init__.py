@@ -280,10 +280,13 @@ class Drafters:
         return draft
 
     def _is_good(self, method: str, entry: Scheduled, token_ids: Sequence[int]) -> bool:
-        bad = next((t for t in token_ids if not 0 <= t < self._vocab_size), None)
-        if bad is None and len(token_ids) <= entry.max_drafts:
+        if not token_ids:
             return True
-        if bad is not None:
+        is_known = min(token_ids) >= 0 and max(token_ids) < self._vocab_size
+        if is_known and len(token_ids) <= entry.max_drafts:
+            return True
+        if not is_known:
+            bad = next(t for t in token_ids if not 0 <= t < self._vocab_size)
             what = f"token {bad}; the vocabulary has ids 0 to {self._vocab_size - 1}"
         else:
             what = f"{len(token_ids)} tokens; {entry.max_drafts} were asked for"
