@@ -156,14 +156,22 @@ class Counts {
   }
 };
 
+// What follows all of the places, where that is the same token; else null. Mostly it is, and nothing has to be counted.
+const int32_t* followed_alike(const std::vector<Cursor>& places) {
+  const int32_t* first = places[0].next;
+  for (const Cursor& place : places)
+    if (place.next == place.end || *place.next != *first) return nullptr;
+  return first;
+}
+
+// Goes on with a draft, up to so many tokens. places: behind it, of those that it was made of from its first token on.
 void follow(std::vector<Cursor>& places, int32_t most, float min_prob, Draft& draft) {
   static thread_local Counts counts;
-  float prob = 1;
+  float prob = draft.probs.empty() ? 1 : draft.probs.back();
   while (int32_t(draft.tokens.size()) < most) {
     int32_t token = 0, count = 0;
-    if (places.size() == 1) {
-      count = places[0].next != places[0].end;
-      if (count) token = *places[0].next;
+    if (const int32_t* all = followed_alike(places)) {
+      token = *all, count = int32_t(places.size());
     } else {
       counts.clear();
       for (const Cursor& place : places)
@@ -178,6 +186,10 @@ void follow(std::vector<Cursor>& places, int32_t most, float min_prob, Draft& dr
     draft.probs.push_back(prob);
     draft.score += prob;
     size_t kept = 0;
+    if (count == int32_t(places.size())) {
+      for (Cursor& place : places) place.next++;
+      continue;
+    }
     for (const Cursor& place : places)
       if (place.next != place.end && *place.next == token) places[kept++] = {place.next + 1, place.end, place.age};
     places.resize(kept);
@@ -229,8 +241,9 @@ class Index {
       if (high < low || float(most_of(high, factor, most)) <= best.score) continue;
       collect(kind, context + size - 1, limit, found);
       nexts.clear();
-      size_t number = 0, num_before = 0;  // of the places that match so far
+      size_t number = 0, num_before = 0, num_followed = 0;  // of the places that match so far
       int32_t most_before = 0;
+      Draft draft;
       for (int32_t match = found.empty() ? 0 : std::min(found[0].match, high); match >= low; match--) {
         for (; number < found.size() && found[number].match >= match; number++) {
           const Cursor& own = found[number].cursor;
@@ -241,12 +254,15 @@ class Index {
         num_before = number, most_before = bound;
         // No token is likelier than the first.
         if (float(bound) * (float(nexts.top) / float(number)) * ROUNDING <= best.score) continue;
-        places.clear();
-        for (size_t i = 0; i < number; i++) places.push_back(found[i].cursor);
-        Draft draft;
+        if (number != num_followed) {  // else a shorter match has no more places, and its draft may be longer
+          places.clear();
+          for (size_t i = 0; i < number; i++) places.push_back(found[i].cursor);
+          draft = Draft();
+          num_followed = number;
+        }
         follow(places, bound, min_prob, draft);
         if (draft.score > best.score) {
-          best = std::move(draft);
+          best = draft;
           best.match = match;
         }
       }
