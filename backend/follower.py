@@ -27,9 +27,9 @@ from backend.config import EngineConfig
 from backend.devices import choose_cpu_kernels, on_stream
 from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
-from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, await_loaded, check_verdicts, compare_verdicts
+from backend.group import ALL_THERE, CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, await_loaded, check_verdicts, compare_verdicts
 from backend.own_process import has_begun
-from backend.parallel.lines import BEAT_SECONDS, MASTER_HANG_SECONDS, ORDERS, PLANS, SILENT, Line, Orders, connect
+from backend.parallel.lines import BEAT_SECONDS, MASTER_HANG_SECONDS, ORDERS, PLANS, SILENT, Line, Orders, RankTakenError, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
@@ -176,7 +176,12 @@ def meet(store: dist.Store, config: EngineConfig, rank: int, host: str, silence:
     if verdict:
         raise NotWanted(verdict)
     port = int(store.get("lines"))
-    return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
+    try:
+        return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
+    except ConnectionError as error:
+        if isinstance(error, RankTakenError) or store.get("verdict"):  # two came before rank 0 had a verdict, and the other one was quicker
+            raise NotWanted(ALL_THERE) from None
+        raise
 
 
 def hear_verdict(store: dist.Store, silence: Callable[[float], float]) -> str:

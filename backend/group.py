@@ -194,8 +194,8 @@ class Group:
                     self.check()
                     if time.monotonic() > end:
                         raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
+        self._store.set("verdict", ALL_THERE)  # whoever cannot connect any more looks there
         self.switchboard.stop_listening()
-        self._store.set("verdict", ALL_THERE)
 
     def _await_hellos(self, own: Hello, came: set[int], end: float) -> None:
         """came: the ranks that have said theirs."""

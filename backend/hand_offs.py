@@ -162,6 +162,13 @@ class HandOffs:
         self.fallbacks[reason] += 1
         self._scheduler.give_up_fetch(request)
 
+    def fail(self, request: Request, error: Exception) -> None:
+        """Nobody is to compute the prompt, for its other completions neither."""
+        if self._open.is_open(request) and request in self._scheduler.fetches:
+            for own in self._open:
+                if own.request.group_id == request.group_id:
+                    self._open.fail(own, error)
+
     # -- prompts that are computed for others ------------------------------------------------------------------------
 
     def report(self, own: OpenRequest, step: PlannedStep, number: int, outcome: Outcome) -> None:

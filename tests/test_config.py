@@ -1652,6 +1652,19 @@ def test_no_half_of_a_modules_bytecode_is_kept(state: Path, monkeypatch: pytest.
         assert not list(path.parent.rglob("*.pyc"))
 
 
+def test_the_servers_first_start_changes_nothing_in_the_checked_in_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's bytecode would be a change: with --model-control-mode=poll tritonserver loaded every model a second time. Its stubs ignore
+    PYTHONDONTWRITEBYTECODE."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    shutil.copytree(rendering.REPOSITORIES, own := tmp_path / "repositories", symlinks=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    modules = [path for path in own.rglob("model.py") if not path.parent.parent.is_symlink()]
+    assert len(modules) == 6
+    before = {path: path.lstat().st_mtime_ns for path in own.rglob("*")}
+    for path in modules:
+        assert SourceFileLoader(path.stem, str(path)).get_code(path.stem) is not None
+    assert {path: path.lstat().st_mtime_ns for path in own.rglob("*")} == before
+
+
 def test_the_server_may_have_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
     """With the usual limit of 1,024 files some hundred idle ones made it deaf, and its log as large as the disk."""
     (folder := tmp_path / "bin").mkdir()

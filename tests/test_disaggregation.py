@@ -29,9 +29,10 @@ from backend.disaggregation import node as node_module
 from backend.disaggregation import transfer, transfers
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
-from backend.disaggregation.node import Node, RedisState, connect, time_of
+from backend.disaggregation.inheritance import MAX_DEATHS
+from backend.disaggregation.node import GROUP, Node, RedisState, connect, time_of
 from backend.disaggregation.node_info import NodeInfo
-from backend.disaggregation.prefill import GROUP, count_waiting
+from backend.disaggregation.prefill import count_waiting
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
 from backend.disaggregation.tcp_transfer import TcpRead
@@ -993,6 +994,47 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     for one in cluster.open:
         one.check_idle()
     wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
+
+
+def test_a_prompt_of_which_nodes_die_ends_by_name(cluster: Cluster, llm_all: LLM) -> None:
+    """With all of its completions, and not after every node has died of it in turn. Those that waited behind it are computed."""
+    here = cluster.make("decode", job_seconds=3600)
+    errors: list[tuple[int, Exception | None]] = []
+    ends = threading.Semaphore(0)
+
+    def note(delta: Delta) -> None:
+        errors.append((delta.index, delta.error))
+        ends.release()
+
+    def make() -> One:
+        made = cluster.make("prefill", engine=SMALL_STEPS | {"max_batch_size": 1})
+        cluster.see(here, made)
+        return made
+
+    def take_and_hang(one: One) -> list[str]:
+        taken: list[str] = []
+        one.prefill._take = lambda entry_id, fields: taken.append(read_job(fields).job_id)  # type: ignore[method-assign, func-returns-value]
+        return taken
+
+    deadly, other = prompts_of(llm_all, 2, seed=88)
+    one = make()
+    taken = take_and_hang(one)
+    here.llm.engine.submit(deadly["prompt_token_ids"], dataclasses.replace(greedy(4), n=2), note, request_id="deadly")
+    wait_for(lambda: len(taken) == 1)
+    answer = here.submit(other, greedy(4))
+    for number in range(MAX_DEATHS):
+        wait_for(lambda taken=taken: len(taken) == 2)
+        last, one = one, make()
+        if number < MAX_DEATHS - 1:
+            taken = take_and_hang(one)
+        last.nodes.node.stop()
+    assert answer.wait() == expect(llm_all, [other], greedy(4))
+    assert all(ends.acquire(timeout=30) for _ in range(2))
+    text = f"{MAX_DEATHS} prefill nodes have died while they computed its prompt; the limit is {MAX_DEATHS}"
+    assert sorted((index, str(error)) for index, error in errors) == [(0, text), (1, text)]
+    assert one.prefill.held.results == {"failed": 1, "done": 1} and not here.fallbacks
+    for own in (here, one):
+        own.check_idle()
 
 
 def test_a_job_for_a_node_that_was_buried(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

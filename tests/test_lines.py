@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -22,9 +23,9 @@ from backend import follower
 from backend.config import EngineConfig
 from backend.errors import EngineError, ModelError
 from backend.follower import reach_store
-from backend.group import open_store
+from backend.group import ALL_THERE, open_store
 from backend.parallel import lines
-from backend.parallel.lines import ORDERS, PLANS, SILENT, Orders, Switchboard, connect, listen
+from backend.parallel.lines import ORDERS, PLANS, SILENT, Orders, RankTakenError, Switchboard, connect, listen
 from backend.parallel.pulse import Pulse
 from tests.small import SMALL_MODEL
 
@@ -118,6 +119,38 @@ def test_nobody_is_listened_to_once_all_are_there(board: Switchboard) -> None:
     end = time.monotonic() + 30
     while (order := line.receive_order(1)) != {"do": "something"}:
         assert order in ({"do": "beat"}, None) and time.monotonic() < end
+    line.close()
+
+
+def test_of_two_that_are_one_rank_one_is_taken(board: Switchboard) -> None:
+    """Both lines are one process's: the second one had the line for plans where it was the quicker one there."""
+    first = connect(HOST, board.port, 1, ORDERS)
+    with pytest.raises(RankTakenError, match="rank 1 is there already"):
+        connect(HOST, board.port, 1, ORDERS)
+    plans = connect(HOST, board.port, 1, PLANS)
+    assert board.wait_for(1, PLANS, 30) and not board.lost
+    board.send_words(1, np.arange(3, dtype=np.int32))
+    assert plans.receive(30) == np.arange(3, dtype="<i4").tobytes()
+    for line in (first, plans):
+        line.close()
+
+
+@pytest.mark.parametrize("are_all_there", [False, True])
+def test_two_that_are_one_rank_and_hear_the_verdict_together(board: Switchboard, monkeypatch: pytest.MonkeyPatch, are_all_there: bool) -> None:
+    """The second one hears what one that comes later does. It had an error of the rank for rank 0: its connection had ended, or was refused."""
+    store = open_store(HOST, 0)
+    config = EngineConfig.from_dict({"model": str(SMALL_MODEL), "device": "cpu", "parallel_config": {"tensor_parallel_size": 2}})
+    other = reach_store(HOST, store.port, 2)
+    store.set("lines", str(board.port))
+    store.set("verdict", "")
+    line, _ = follower.meet(other, config, 1, HOST, lambda now: 0.0)
+    if are_all_there:
+        store.set("verdict", ALL_THERE)
+        board.stop_listening()
+    monkeypatch.setattr(follower, "hear_verdict", lambda store, silence: "")
+    with pytest.raises(follower.NotWanted, match="all ranks are there already"):
+        follower.meet(other, config, 1, HOST, lambda now: 0.0)
+    assert board.wait_for(1, ORDERS, 30) and not board.lost
     line.close()
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.config import BUNDLED_MODEL
+from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.engine_process.setup import Setup
 from backend.errors import ConfigError, ModelError
 from backend.parallel.claims import check_socket, claim_rank, meeting_folder
 from backend.rank_processes import follow_in_process
@@ -170,6 +171,90 @@ def test_a_rank_that_rank_0_does_not_come_to(adapter, tmp_path):
     with pytest.raises(ModelError, match="rank 1: rank 0 has ended: no GPU"):
         instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 30.0)
     thread.join()
+
+
+@pytest.mark.parametrize("step", ["has not come", "says nothing", "loads"])
+def test_a_rank_hears_of_another_instance_s_end(adapter, tmp_path, step):
+    """Whatever it waits for: it had been the time for which ranks are waited for."""
+    relay, instance = (importlib.import_module(f"backend.adapters.{name}") for name in ("relay", "rank_instance"))
+    own = relay.RequestRelay(tmp_path / ("other" if step == "has not come" else "relay"))
+    ending, looks = threading.Event(), iter([None] * 3)
+    if step == "loads":
+        own.greet(1, {})
+
+    def check() -> None:
+        if next(looks, ModelError) is ModelError:
+            raise ModelError("rank 2 of 3: its instance has ended")
+
+    with pytest.raises(ModelError, match="rank 2 of 3: its instance has ended"):
+        instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: ending.wait(60), 60.0, check)
+    ending.set()
+    own.close("")
+
+
+INSTANCE = f"""
+import os, pathlib, sys, time
+sys.path.insert(0, {os.getcwd()!r})
+from backend.parallel import claims
+claims.COUNT_SECONDS, claims.EXPLAIN_SECONDS = 0.05, 0.5
+if sys.argv[2] == "late":
+    time.sleep(60)
+claim = claims.claim_rank(pathlib.Path(sys.argv[1]), [0, 1, 2], 0)
+instances = claims.Instances(claim, 3)
+print(claim.rank, flush=True)
+try:
+    while True:
+        instances.check()
+        time.sleep(0.01)
+except claims.ModelError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("gone", ["has a rank", "has none yet"])
+def test_instances_that_end_before_the_ranks_have_met(tmp_path, gone):
+    """The others hear of it, and which rank it was, or would have been. Nobody had been told."""
+    (tmp_path / "model.py").write_text(INSTANCE)
+    begun = []
+    for how in ("", "", "late" if gone == "has none yet" else ""):
+        command = [sys.executable, str(tmp_path / "model.py"), str(tmp_path), how]
+        begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        if how == "":
+            assert begun[-1].stdout.readline() == f"{len(begun) - 1}\n"
+    try:
+        time.sleep(1.0)
+        assert [process.poll() for process in begun] == [None] * 3
+        begun[2].kill()  # who has not waited for it yet sees a process that is over, and is there
+        assert [process.stdout.readline() for process in begun[:2]] == ["rank 2 of 3: its instance has ended before the model was loaded\n"] * 2
+    finally:
+        for process in begun:
+            process.kill()
+            process.communicate()
+
+
+def test_an_engine_whose_ranks_will_not_come_is_ended(monkeypatch):
+    """While it loads: who loads it hears why, and its process is over."""
+    from backend.engine_process import client
+
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ends = []
+    monkeypatch.setattr(client, "start_process", lambda connection: ends.append(connection) or sleeper)
+    engine = client.EngineClient(lambda news: None, lambda why: None)
+
+    def check() -> None:
+        raise ModelError("rank 1 of 2: its instance has ended")
+
+    with pytest.raises(ModelError, match="rank 1 of 2: its instance has ended"):
+        engine.load(Setup(EngineConfig()), check)
+    assert sleeper.poll() == -signal.SIGKILL
+    sleeper.communicate()
+
+
+def test_who_has_a_rank(tmp_path):
+    first, second = (claim_rank(tmp_path, [0, 1, 2], 0) for _ in range(2))
+    assert [first.is_free(rank) for rank in (1, 2)] == [False, True]
+    os.close(second.file)
+    assert first.is_free(1) and claim_rank(tmp_path, [0, 1, 2], 0).rank == 1
 
 
 HUNG = """

@@ -34,6 +34,7 @@ from backend.engine_process.news import News
 from backend.engine_process.setup import Setup
 from backend.errors import EngineError, describe_error
 from backend.own_process import end_with_parent, has_begun
+from backend.parallel.claims import Instances
 from backend.precedence import take_short_turns
 from backend.sampling_defaults import read_sampling_defaults
 
@@ -59,7 +60,8 @@ class TritonPythonModel:
         log_to_server()
         config = read_engine_config(args)
         self._claim = claim_instance(args, config)
-        self._follower = follow(self._claim) if self._claim is not None and self._claim.rank else None
+        self._check = Instances(self._claim, config.parallel_config.num_instances).check if self._claim is not None else lambda: None
+        self._follower = follow(self._claim, self._check) if self._claim is not None and self._claim.rank else None
         if self._follower is not None:
             return
         self._relay = RequestRelay(self._claim.socket) if self._claim is not None else None
@@ -95,7 +97,7 @@ class TritonPythonModel:
         self._publisher = MetricsPublisher(args["model_name"], lambda: self._engine.ask("counts"))
         self._responses = Responses(self._publisher, self._end_early, self._forget, self._engine.is_alive)
         self._responses.start()
-        self._limits = InputLimits(self._engine.load(Setup(config, calls_drafter, relay is not None)))
+        self._limits = InputLimits(self._engine.load(Setup(config, calls_drafter, relay is not None), self._check))
         self._sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
         self._publisher.publish()
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in ((self._watch, "watcher"), (self._keep, "keeper"))]

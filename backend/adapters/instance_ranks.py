@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 
 from backend.adapters.rank_instance import RankInstance
 from backend.adapters.stub import model_folder
@@ -33,6 +34,6 @@ def claim_instance(arguments: dict[str, str], config: EngineConfig) -> Claim | N
     return claim_rank(folder, ranks, MEET_SECONDS)
 
 
-def follow(claim: Claim) -> RankInstance:
-    """This instance as the rank that it has claimed. Raises ModelError."""
-    return RankInstance(claim.rank, claim.socket, follow_in_process, MEET_SECONDS)
+def follow(claim: Claim, check: Callable[[], None]) -> RankInstance:
+    """This instance as the rank that it has claimed. check: `Instances`'s. Raises ModelError."""
+    return RankInstance(claim.rank, claim.socket, follow_in_process, MEET_SECONDS, check)

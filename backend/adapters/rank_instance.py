@@ -55,8 +55,8 @@ class _Open:
 class RankInstance:
     """What the server's calls mean to such an instance."""
 
-    def __init__(self, rank: int, socket: Path, run: RunRank, meet_seconds: float) -> None:
-        """Meets rank 0, and is ready when rank 0's plans can be run. Raises ModelError."""
+    def __init__(self, rank: int, socket: Path, run: RunRank, meet_seconds: float, check: Callable[[], None] = lambda: None) -> None:
+        """Meets rank 0, and is ready when rank 0's plans can be run. check: raises where another instance is gone. Raises ModelError."""
         self._rank, self._run = rank, run
         self._numbers = itertools.count()
         self._open: dict[int, _Open] = {}
@@ -66,8 +66,8 @@ class RankInstance:
         self._lost = ""
         self._turn = 0
         end = time.monotonic() + meet_seconds
-        self._connection = self._connect(socket, end)
-        spec = self._read_spec(end)
+        self._connection = self._connect(socket, end, check)
+        spec = self._read_spec(end, check)
         self._thread = threading.Thread(target=self._be_rank, args=(spec,), name=f"rank {rank}", daemon=True)
         self._relay = threading.Thread(target=self._pass_back, name="sender", daemon=True)
         self._thread.start()
@@ -76,9 +76,10 @@ class RankInstance:
                 raise ModelError(f"rank {rank}: {self._failure}") from self._failure
             if not self._thread.is_alive():
                 raise ModelError(f"rank {rank}: rank 0 has ended")
+            check()
         self._relay.start()
 
-    def _connect(self, socket: Path, end: float) -> Connection[bytes, bytes]:
+    def _connect(self, socket: Path, end: float, check: Callable[[], None]) -> Connection[bytes, bytes]:
         while True:
             try:
                 connection = Client(str(socket), "AF_UNIX")
@@ -87,12 +88,15 @@ class RankInstance:
             except OSError as error:  # rank 0 has not come to it yet
                 if time.monotonic() > end:
                     raise ModelError(f"rank {self._rank}: rank 0 did not come to {socket}: {error}") from None
+            check()
             time.sleep(0.05)
 
-    def _read_spec(self, end: float) -> dict[str, Any]:
+    def _read_spec(self, end: float, check: Callable[[], None]) -> dict[str, Any]:
         try:
-            if not self._connection.poll(max(0.0, end - time.monotonic())):
-                raise ModelError(f"rank {self._rank}: rank 0 has not said what to load")
+            while not self._connection.poll(LOOK_SECONDS):
+                if time.monotonic() > end:
+                    raise ModelError(f"rank {self._rank}: rank 0 has not said what to load")
+                check()
             head, _ = unpack(self._connection.recv_bytes())
         except (OSError, EOFError):
             raise ModelError(f"rank {self._rank}: rank 0 has ended") from None

@@ -18,29 +18,13 @@ from backend.disaggregation.node import JOIN_SECONDS, Node, RedisState
 from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.reads import Fetch, PageReads
-from backend.disaggregation.records import Job, Message, RecordError, write_job
+from backend.disaggregation.records import DEADLY, FALLBACKS, Job, Message, RecordError, write_job
 from backend.disaggregation.transfer import PageAddress
 from backend.engine import Engine
-from backend.errors import EngineError, TransferError
+from backend.errors import EngineError, InternalError, TransferError
 
 logger = logging.getLogger(__name__)
 
-FALLBACKS = (
-    "redis",
-    "no_node",
-    "fingerprint",
-    "method",
-    "too_long",
-    "full",
-    "refused",
-    "failed",
-    "timeout",
-    "node_lost",
-    "transfer",
-    "lease",
-    "internal",
-)
-"""Why a prompt is computed by the decode node itself."""
 LEASE_MARGIN = 1.0
 """Seconds before the end of a prefill node's lease by which pages have to be here: two nodes know Redis's time to some milliseconds."""
 MAX_JOB_LIMITS = 20
@@ -215,7 +199,10 @@ class PageFetcher:
         fetch.told = now
         if message.kind == "failed":
             logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
-            self._give_up(fetch, message.reason if message.reason in FALLBACKS else "failed")
+            if message.reason == DEADLY:
+                self._fail(fetch, message.text)
+            else:
+                self._give_up(fetch, message.reason if message.reason in FALLBACKS else "failed")
         elif message.kind == "pages":
             self._read_pages(fetch, message)
         elif message.kind == "done":
@@ -327,6 +314,12 @@ class PageFetcher:
             logger.warning("request %r: its prompt is computed here: %s (node %s)", request.group_id, reason, fetch.node_id or "none")
         self._tell_over(fetch)
         self._end(fetch, lambda: self._engine.hand_offs.give_up(request, reason))
+
+    def _fail(self, fetch: Fetch, why: str) -> None:
+        """Nor is the prompt to be computed here."""
+        fetch.is_over = True
+        self._tell_over(fetch)
+        self._end(fetch, lambda: self._engine.hand_offs.fail(fetch.request, InternalError(why)))
 
     def _end(self, fetch: Fetch, action: Callable[[], None]) -> None:
         def on_engine() -> None:

@@ -33,6 +33,8 @@ CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
 BLOCK_MS = 500
 LEAST_VERSION = (6, 2)
 """Of Redis: older ones cannot have streams cut, nor read on from one entry, by number."""
+GROUP = "prefill"
+"""The consumer group of every stream of jobs. Others take what is in it once the node is dead."""
 MAX_STREAM_ENTRIES = {"jobs": 4096, "inbox": 65536}
 """Beyond these the oldest go: of a node that reads nothing any more."""
 HEARTBEATS = 3

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from backend.disaggregation.checks import check_job
 from backend.disaggregation.held_jobs import HeldJob, HeldJobs
-from backend.disaggregation.inheritance import Inheritance
-from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
+from backend.disaggregation.inheritance import MAX_DEATHS, Inheritance
+from backend.disaggregation.node import BLOCK_MS, GROUP, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
 from backend.disaggregation.node_transfer import NodeTransfer
-from backend.disaggregation.records import Job, Message, RecordError, read_job
+from backend.disaggregation.records import DEADLY, Job, Message, RecordError, read_job
 from backend.disaggregation.slow_jobs import SlowJobs
 from backend.disaggregation.telling import Telling
 from backend.engine import Engine
@@ -23,8 +23,6 @@ from backend.errors import CapacityError, EngineError, RequestError
 
 logger = logging.getLogger(__name__)
 
-GROUP = "prefill"
-"""The consumer group of every stream of jobs. Others take what is in it once the node is dead."""
 RESULTS = ("done", "stopped", "late", "fingerprint", "method", "full", "refused", "failed")
 """What becomes of a job."""
 MAX_TAKEN = 16
@@ -51,7 +49,7 @@ class PrefillService:
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
         self._telling = Telling(node)
         self.held = HeldJobs(engine, node, self._telling, self._acknowledge)
-        self._inheritance = Inheritance(node, self._can_do)
+        self._inheritance = Inheritance(node, self._can_do, engine.config.max_batch_size, self._refuse_deadly)
         self._slow = SlowJobs(self._take_slow)
         self.queue_length = 0
         """Jobs that wait for room here."""
@@ -237,6 +235,14 @@ class PrefillService:
         logger.warning("job %s of %s is refused: %s", job.job_id, job.sender, text)
         self._telling.tell_failed(job.sender, job.job_id, reason, text)
         self._acknowledge(entry_id)
+
+    def _refuse_deadly(self, fields: Mapping[bytes, bytes], deaths: int) -> None:
+        """A dead node's job, which is in no stream any more."""
+        job = read_job(fields)
+        text = f"{deaths} prefill nodes have died while they computed its prompt; the limit is {MAX_DEATHS}"
+        self.held.results["failed"] += 1
+        logger.error("job %s of %s is refused: %s", job.job_id, job.sender, text)
+        self._telling.tell_failed(job.sender, job.job_id, DEADLY, text)
 
     def _acknowledge(self, entry_id: bytes) -> None:
         """If that fails, somebody may compute it once more, for nobody."""

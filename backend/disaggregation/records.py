@@ -22,6 +22,25 @@ VERSION = 9
 
 Fields = dict[str, bytes]
 
+FALLBACKS = (
+    "redis",
+    "no_node",
+    "fingerprint",
+    "method",
+    "too_long",
+    "full",
+    "refused",
+    "failed",
+    "timeout",
+    "node_lost",
+    "transfer",
+    "lease",
+    "internal",
+)
+"""Why a prompt is computed by the decode node itself."""
+DEADLY = "deadly"
+"""Why nobody is to compute it: nodes die of it."""
+
 
 class RecordError(ValueError):
     """A record that this version does not understand."""

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 ASK_SECONDS = 20.0
 SILENT_SECONDS = 2.0
 """After which a process that is asked ten times a second, and has said nothing, does not run."""
+LOOK_SECONDS = 0.1
 END_SECONDS = 15.0
 """For the process to end by itself."""
 FAILURES = {kind.__name__: kind for kind in (ConfigError, ModelError, EngineError)}
@@ -71,10 +72,18 @@ class EngineClient:
         self._is_closed = self._is_lost = False
         self._last_heard = time.monotonic()
 
-    def load(self, setup: Setup) -> int:
-        """-> the context's length. Raises what the engine's loading raises, ModelError where its process ends."""
+    def load(self, setup: Setup, check: Callable[[], None] = lambda: None) -> int:
+        """-> the context's length. check: called again and again; what it raises ends the process. Raises what that and the engine's loading
+        raise, ModelError where its process ends."""
         self._line.send("load", setup)
         while True:
+            while not self._line.has_news(LOOK_SECONDS):
+                try:
+                    check()
+                except Exception:
+                    self._process.kill()  # what it waits for will not come
+                    self.close()
+                    raise
             message = self._line.receive()
             if message is None:
                 raise ModelError(f"the engine's process ended while it loaded ({self._status()}): its output says more")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from backend.disaggregation.fetch import FALLBACKS
 from backend.disaggregation.prefill import RESULTS
+from backend.disaggregation.records import FALLBACKS
 from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
 from backend.engine_process.count import Count

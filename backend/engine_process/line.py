@@ -50,6 +50,13 @@ class Line:
             return False
         return True
 
+    def has_news(self, seconds: float) -> bool:
+        """Waits so long for something to receive, or the other end's end."""
+        try:
+            return self._connection.poll(seconds)
+        except OSError:
+            return True
+
     def receive(self) -> Message | None:
         """Waits for it. None: the other end is gone."""
         try:

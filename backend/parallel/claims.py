@@ -20,6 +20,8 @@ SOCKET = "relay"
 PREFIX = "foretoken-ranks"
 MAX_SOCKET_BYTES = 107
 """Of a Unix socket's path (sockaddr_un)."""
+COUNT_SECONDS, START_SECONDS, EXPLAIN_SECONDS = 0.5, 8.0, 5.0
+"""Between two looks at the instances; for the server to start them; and for who knows better why one has ended to say so."""
 
 
 def meeting_folder(server: int, model: Path) -> Path:
@@ -73,6 +75,20 @@ class Claim:
     def socket(self) -> Path:
         return self.folder / SOCKET
 
+    def is_free(self, rank: int) -> bool:
+        """Whether nobody has this other rank."""
+        try:
+            file = os.open(self.folder / f"rank-{rank}", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may ask
+        except OSError:
+            return False
+        finally:
+            os.close(file)
+        return True
+
     def give_back(self) -> None:
         """Rank 0 takes the folder away: the others have opened what they need in it."""
         if self.rank == 0:
@@ -95,3 +111,52 @@ def claim_rank(folder: Path, ranks: list[int], seconds: float) -> Claim:
         if time.monotonic() > end:
             raise ModelError(f"rank {', '.join(map(str, ranks))} is another process's, after {seconds:.0f} s: {folder}")
         time.sleep(LOOK_SECONDS)
+
+
+class Instances:
+    """All of the model that this process is an instance of, while they load: one that ends before the ranks have met tells nobody of it, and may not
+    even have had a rank. They are the server's processes with this one's program and model."""
+
+    def __init__(self, claim: Claim, size: int) -> None:
+        self._claim, self._size = claim, size
+        self._begin, self._looked = time.monotonic(), 0.0
+        self._were_all = False
+        self._others = set(range(size)) - {claim.rank}
+        self._since: float | None = None
+        """When some were missing first."""
+        self._missing: set[int] = set()
+        """Ranks that nobody has had since: others may end by the same reason before this one does."""
+
+    def check(self) -> None:
+        """To be called again and again. Raises ModelError where one has ended, and nobody has said for a while why."""
+        now = time.monotonic()
+        if now - self._looked < COUNT_SECONDS:
+            return
+        self._looked = now
+        if _count_siblings() >= self._size:
+            self._were_all, self._since = True, None
+            return
+        if self._were_all or now - self._begin > START_SECONDS:
+            if self._since is None:
+                self._since, self._missing = now, self._others
+            self._missing = {rank for rank in self._missing if self._claim.is_free(rank)}
+            if now - self._since > EXPLAIN_SECONDS:
+                ranks = ", ".join(map(str, sorted(self._missing))) or "unknown"
+                raise ModelError(f"rank {ranks} of {self._size}: its instance has ended before the model was loaded")
+
+
+def _count_siblings() -> int:
+    """Processes that run what this one runs, and have its parent; this one among them."""
+    server, own = os.getppid(), _command("self")
+    found = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, IndexError):
+            if name.isdigit():
+                parent = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[1]
+                found += int(parent) == server and _command(name) == own
+    return found
+
+
+def _command(process: str) -> list[bytes]:
+    """Of the server's process of an instance: its program, and the model's file. What has ended has none."""
+    return Path("/proc", process, "cmdline").read_bytes().split(b"\0")[:2]

@@ -35,13 +35,16 @@ LAG_SECONDS = 0.5
 """Whoever was kept from looking for longer does not blame others for the time."""
 SILENT = "no sign of life"
 """What begins the reason why a rank is lost that has not ended."""
-HELLO_SECONDS = 10.0
+HELLO_SECONDS, WELCOME_SECONDS = 10.0, 60.0
 MAX_MESSAGE_BYTES, MAX_HELLO_BYTES = 2**28, 1024
 MAX_GREETED, ACCEPT_SECONDS = 64, 0.1
 """Connections that have not said yet whose they are: more wait. And between two tries where none can be taken."""
 ORDERS, PLANS = "orders", "plans"
 
 Order = dict[str, Any]
+
+WELCOME, TAKEN = {"do": "welcome"}, {"do": "go"}
+"""What rank 0 says first on a line for orders: this process is the rank, or another one is."""
 
 
 class Line:
@@ -125,8 +128,12 @@ class Line:
         self._connection.close()
 
 
+class RankTakenError(ConnectionError):
+    """Another process is this rank."""
+
+
 def connect(host: str, port: int, rank: int, kind: str) -> Line:
-    """A rank's line to rank 0. Raises ConnectionError."""
+    """A rank's line to rank 0; the one for orders first, which says whether the process is that rank. Raises RankTakenError, ConnectionError."""
     try:
         connection = socket.create_connection((host, port), timeout=HELLO_SECONDS)
         connection.settimeout(None)
@@ -134,6 +141,9 @@ def connect(host: str, port: int, rank: int, kind: str) -> Line:
         raise ConnectionError(f"{host}:{port}: {error}") from None
     line = Line(connection)
     line.send_order({"rank": rank, "kind": kind})
+    if kind == ORDERS and (answer := line.receive_order(WELCOME_SECONDS)) != WELCOME:
+        line.close()
+        raise RankTakenError(f"rank {rank} is there already") if answer == TAKEN else ConnectionError(f"{host}:{port}: no answer of rank 0")
     return line
 
 
@@ -260,7 +270,11 @@ class Switchboard:
         finally:
             self._greeted.release()
         with self._has_changed:
-            if (rank, kind) in self._lines:
+            is_taken = (rank, kind) in self._lines
+            if kind == ORDERS:
+                with contextlib.suppress(ConnectionError):  # it is gone, as whoever reads finds
+                    line.send_order(TAKEN if is_taken else WELCOME)
+            if is_taken:
                 logger.warning("rank %d of %d is there already", rank, self._size)
                 line.close()
                 return
