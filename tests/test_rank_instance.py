@@ -196,7 +196,7 @@ INSTANCE = f"""
 import os, pathlib, sys, time
 sys.path.insert(0, {os.getcwd()!r})
 from backend.parallel import claims
-claims.COUNT_SECONDS, claims.EXPLAIN_SECONDS = 0.05, 0.5
+claims.COUNT_SECONDS, claims.EXPLAIN_SECONDS = 0.05, 1.0
 if sys.argv[2] == "late":
     time.sleep(60)
 claim = claims.claim_rank(pathlib.Path(sys.argv[1]), [0, 1, 2], 0)

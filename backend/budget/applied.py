@@ -19,10 +19,12 @@ class Applied:
         self.is_asked, self.waits = True, False
         """As `Choice` has them."""
         self._number = 0  # of choices
+        self._explorers: frozenset[str] = frozenset()  # requests that do not what all like them do: a trial may be for few
 
     def put(self, choice: Choice | None) -> None:
         """None: nothing is limited."""
         self._number += 1
+        self._explorers = self._trials.explorers
         if choice is None:
             self.limit, self.waits = None, False
         else:
@@ -30,21 +32,19 @@ class Applied:
 
     def limit_for(self, request: Request, own: Own) -> int:
         """Most drafts, of a request that the choice holds for, where steps have as many rows for each."""
-        return own.cohort.limit if self._is_for_all(request, own) else self._limit_of(own.cohort.group)
+        cohort = own.cohort
+        if cohort.settled != self._number:
+            self._settle(cohort)
+        return cohort.limit if request.request_id not in self._explorers else self._limit_of(cohort.group)
 
     def num_model_for(self, request: Request, own: Own) -> int:
         """The same of drafts that the model drafter makes."""
-        if self._is_for_all(request, own):
-            return own.cohort.num_model
-        return min(own.cohort.group.num_model, self._limit_of(own.cohort.group)) if self.is_asked else 0
-
-    def _is_for_all(self, request: Request, own: Own) -> bool:
-        """Whether a request does what all like it do; `own.cohort` then says what that is. A trial may be for few."""
-        if request.request_id in self._trials.explorers:
-            return False
-        if own.cohort.settled != self._number:
-            self._settle(own.cohort)
-        return True
+        cohort = own.cohort
+        if cohort.settled != self._number:
+            self._settle(cohort)
+        if request.request_id not in self._explorers:
+            return cohort.num_model
+        return min(cohort.group.num_model, self._limit_of(cohort.group)) if self.is_asked else 0
 
     def _settle(self, cohort: Cohort) -> None:
         is_trial, chosen = self._trials.is_on, self._limits.chosen

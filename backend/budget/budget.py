@@ -138,12 +138,12 @@ class DraftBudget:
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
         own: Own = request.drafting or self._meet(request)
-        return self._limit(request, own) if own.is_limited and own.most and self._applied.limit is not None else own.most
+        if self._applied.limit is None or not own.is_limited:
+            return own.most
+        return self._limit(request, own) if self._is_exact else self._applied.limit_for(request, own)
 
     def _limit(self, request: Request, own: Own) -> int:
-        """Of a request that the choice holds for."""
-        if not self._is_exact:
-            return self._applied.limit_for(request, own)
+        """Of a request that the choice holds for, where steps have the rows of their tokens."""
         if request.request_id not in self._trials.explorers and not self._are_lookups_worth(own):
             return 0
         assert self._applied.limit is not None

@@ -137,7 +137,7 @@ class Survival:
     def __init__(self) -> None:
         self._buckets = _Buckets()
         self._own: dict[str, dict[str, Shift]] = {}
-        self._promises: dict[tuple[str, int, int, int], Promise] = {}  # of lookups: by source, drafts, match and the request's own shift, in parts
+        self._promises: dict[tuple[str, int, int], list[Promise]] = {}  # of lookups: by source, drafts and the request's own shift, in parts
         self._asked = 0  # the step since when they are kept
         self.step = 0
         """Steps so far."""
@@ -163,25 +163,28 @@ class Survival:
 
     def of_match(self, request_id: str, source: str, matched: int, count: int) -> Promise:
         """The same of so many drafts of a lookup, by what stood lately: for when many ask in every step."""
-        if matched <= 0 or not count:
-            return NO_PROMISE
+        return self._of_matches(request_id, source, count)[min(matched, MAX_MATCH) - 1] if matched > 0 and count else NO_PROMISE
+
+    def least_match(self, request_id: str, source: str, count: int, worth: float) -> int:
+        """The least match of a lookup from which so many drafts of it are worth as many tokens; 0: none is."""
+        promises = self._of_matches(request_id, source, count) if count else ()
+        return next((matched for matched, promise in enumerate(promises, 1) if promise.tokens >= worth), 0)
+
+    def _of_matches(self, request_id: str, source: str, count: int) -> Sequence[Promise]:
+        """Of a match of 1 token, of 2, up to MAX_MATCH."""
         if self.step - self._asked >= MAX_AGE:
             self._promises.clear()
             self._asked = self.step
         part = round(self._own.get(request_id, NO_SHIFTS).get(source, NO_SHIFT).shift * PARTS)
-        key = source, count, min(matched, MAX_MATCH), part
-        found = self._promises.get(key)
+        found = self._promises.get((source, count, part))
         if found is None:
-            against, left, buckets = math.exp(-part / PARTS), 1.0, self._buckets
-            survivals = [left := left / (1.0 + buckets[evidence].against * against) for evidence in by_match(source, key[2], count)]
-            found = self._promises[key] = Promise(survivals, sum(survivals))
+            against, buckets, found = math.exp(-part / PARTS), self._buckets, list[Promise]()
+            for matched in range(1, MAX_MATCH + 1):
+                left = 1.0
+                survivals = [left := left / (1.0 + buckets[evidence].against * against) for evidence in by_match(source, matched, count)]
+                found.append(Promise(survivals, sum(survivals)))
+            self._promises[source, count, part] = found
         return found
-
-    def least_match(self, request_id: str, source: str, count: int, worth: float) -> int:
-        """The least match of a lookup from which so many drafts of it are worth as many tokens; 0: none is."""
-        if not count:
-            return 0
-        return next((matched for matched in range(1, MAX_MATCH + 1) if self.of_match(request_id, source, matched, count).tokens >= worth), 0)
 
     def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> float:
         """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too.

@@ -124,8 +124,8 @@ class Instances:
         self._others = set(range(size)) - {claim.rank}
         self._since: float | None = None
         """When some were missing first."""
-        self._missing: set[int] = set()
-        """Ranks that nobody has had since: others may end by the same reason before this one does."""
+        self._free: dict[int, float] = {}
+        """Ranks that nobody has, and since when that is seen: of a process that ends its memory goes before its lock."""
 
     def check(self) -> None:
         """To be called again and again. Raises ModelError where one has ended, and nobody has said for a while why."""
@@ -138,10 +138,12 @@ class Instances:
             return
         if self._were_all or now - self._begin > START_SECONDS:
             if self._since is None:
-                self._since, self._missing = now, self._others
-            self._missing = {rank for rank in self._missing if self._claim.is_free(rank)}
+                self._since, self._free = now, {}
+            self._free = {rank: self._free.get(rank, now) for rank in self._others if self._claim.is_free(rank)}
             if now - self._since > EXPLAIN_SECONDS:
-                ranks = ", ".join(map(str, sorted(self._missing))) or "unknown"
+                # Others may end by the same reason just before this one does.
+                first = [rank for rank, since in self._free.items() if since - self._since < EXPLAIN_SECONDS / 2]
+                ranks = ", ".join(map(str, sorted(first))) or "unknown"
                 raise ModelError(f"rank {ranks} of {self._size}: its instance has ended before the model was loaded")
 
 
