@@ -56,7 +56,6 @@ class DraftBudget:
         self._means = self._learning.means
         self._observing = Observing(self._costs, self._padded, self._prices, self._limits)
         self._cohorts: dict[Group, Cohort] = {}
-        self._number = 0  # of steps that were planned
         self._trials = Trials(self._limits, is_exact=is_exact)
         self._applied = Applied(self._limits, self._trials)
         self.keeps_up = False
@@ -96,17 +95,15 @@ class DraftBudget:
 
         Where steps compute as many rows as they have tokens, nothing is tried beside prompts while there are steps without, which measure better.
         """
-        self._number = number = self._number + 1
-        cohorts: list[Cohort] = []
+        cohorts: dict[Cohort, list[Own]] = {}
         paced: list[Request] = []
         for request in requests:
             own: Own = request.drafting or self._meet(request)
             if own.most:
-                cohort = own.cohort
-                if cohort.step != number:
-                    cohort.step, cohort.owns = number, []
-                    cohorts.append(cohort)
-                cohort.owns.append(own)
+                owns = cohorts.get(own.cohort)
+                if owns is None:
+                    owns = cohorts[own.cohort] = []
+                owns.append(own)
                 if own.is_paced:
                     paced.append(request)
         self._trials.end()
@@ -120,11 +117,11 @@ class DraftBudget:
             return
         prices = self._prices
         (self._padded or self._costs).begin(num_requests, sum([len(request.token_ids) for request in requests]))
-        groups = {cohort.group: cohort.owns for cohort in cohorts if not (self._is_exact and cohort.group.num_nodes)}
+        groups = {cohort.group: owns for cohort, owns in cohorts.items() if not (self._is_exact and cohort.group.num_nodes)}
         top = max((group.num_wanted for group in groups if group.is_paced), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
         if self._is_exact:
-            prices.begin(num_requests, [own for cohort in cohorts if cohort.group.num_model for own in cohort.owns])
+            prices.begin(num_requests, [own for cohort, owns in cohorts.items() if cohort.group.num_model for own in owns])
             prices.speed = prices.usual_speed
         else:
             prices.speed = speed

@@ -109,12 +109,9 @@ def share_of(num_tokens: float, right: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Cohort:
-    """The requests of a group, and what the choice for the next step means for each of them (`backend.budget.applied`)."""
+    """What the choice for the next step means for each request of a group (`backend.budget.applied`)."""
 
     group: Group
-    owns: list[Own] = field(default_factory=list)
-    step: int = -1
-    """By number, that owns are of."""
     settled: int = -1
     """Choice, by number, that the rest is of."""
     limit: int = 0
