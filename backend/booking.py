@@ -11,11 +11,12 @@ import torch
 
 from backend.core import Delta, Outcome, Scheduled
 from backend.errors import EngineError
+from backend.limits import cut_at_end
 from backend.metrics import Metrics
 from backend.open_requests import OpenRequest, OpenRequests
 from backend.planned import PlannedStep
 from backend.planner import Planner
-from backend.scheduler import Scheduler, cut_at_end
+from backend.scheduler import Scheduler
 from backend.step.scores import read_scores
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,11 @@ from typing import Protocol
 
 from backend.core import Batch, Delta, HandOff, Outcome, Request, Scheduled
 from backend.errors import InternalError
+from backend.limits import cut_at_end
 from backend.open_requests import OpenRequest, OpenRequests
 from backend.planned import PlannedStep
 from backend.planner import Planner
-from backend.scheduler import Scheduler, cut_at_end
+from backend.scheduler import Scheduler
 from backend.step.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,11 @@
-"""What a server takes at all, whatever it has to do: for any thread, before a request is the scheduler's."""
+"""What a server takes at all, whatever it has to do: for any thread, before a request is the scheduler's; and where a request ends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backend.core import FinishReason, Request
 from backend.errors import CapacityError, RequestError
 
 
@@ -50,3 +52,20 @@ class Limits:
                 f"{num_open} requests are open; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: "
                 "retry later, or raise --max-waiting"
             )
+
+
+def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
+    """The part of an emitted span that counts, and why the request ends there (None: it goes on).
+
+    The first end-of-text or stop id ends it, and nothing after it is emitted; then max_tokens and the context's end.
+    """
+    params, num_known = request.params, len(request.token_ids)
+    num_before = num_known - len(request.prompt_token_ids)
+    room = min(params.max_tokens - num_before, max_model_len - num_known)
+    if request.stop_ids and not request.stop_ids.isdisjoint(token_ids):
+        for count, token_id in enumerate(token_ids[:room], 1):
+            if token_id in request.stop_ids and num_before + count > params.min_tokens:
+                return list(token_ids[:count]), "stop"
+    if len(token_ids) < room:
+        return list(token_ids), None
+    return list(token_ids[:room]), "length"

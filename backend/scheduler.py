@@ -11,30 +11,13 @@ import bisect
 import itertools
 from collections.abc import Callable, Sequence
 
-from backend.core import Batch, FinishReason, Request, Scheduled
+from backend.core import Batch, Request, Scheduled
 from backend.errors import RequestError
 from backend.fetches import Fetches
 from backend.limits import Limits
 from backend.pages import PagePool
 from backend.prefix_cache import Match, PrefixCache, RequestPages
 from backend.waiting import WaitingQueue
-
-
-def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
-    """The part of an emitted span that counts, and why the request ends there (None: it goes on).
-
-    The first end-of-text or stop id ends it, and nothing after it is emitted; then max_tokens and the context's end.
-    """
-    params, num_known = request.params, len(request.token_ids)
-    num_before = num_known - len(request.prompt_token_ids)
-    room = min(params.max_tokens - num_before, max_model_len - num_known)
-    if request.stop_ids and not request.stop_ids.isdisjoint(token_ids):
-        for count, token_id in enumerate(token_ids[:room], 1):
-            if token_id in request.stop_ids and num_before + count > params.min_tokens:
-                return list(token_ids[:count]), "stop"
-    if len(token_ids) < room:
-        return list(token_ids), None
-    return list(token_ids[:room]), "length"
 
 
 class Scheduler:

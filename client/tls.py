@@ -41,19 +41,28 @@ class Tls:
 
     def context(self) -> ssl.SSLContext:
         """Of a connection over HTTP."""
-        try:
-            context = ssl.create_default_context(cafile=self.root_certificates)
-        except OSError as error:  # OpenSSL's are among them
-            raise _unusable("root_certificates", self.root_certificates, error, "holds no certificate in PEM") from None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own certificate may be trusted alone, as gRPC does
         if self.insecure:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if self.certificate_chain is not None:
+        elif self.root_certificates is None:
+            context.load_default_certs()
+        for name in ("root_certificates", "certificate_chain", "private_key"):
             try:
-                context.load_cert_chain(self.certificate_chain, self.private_key, password="")  # else OpenSSL asks on the terminal
+                _read(path := getattr(self, name))
             except OSError as error:
-                said = f"is not the certificate of private_key {self.private_key}, or one of them is not in PEM, or the key has a password"
-                raise _unusable("certificate_chain", self.certificate_chain, error, said, self.private_key) from None
+                raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from None
+        try:
+            if self.root_certificates is not None:
+                context.load_verify_locations(self.root_certificates)
+        except ssl.SSLError:
+            raise ValueError(f"root_certificates {self.root_certificates} holds no certificate in PEM") from None
+        try:
+            if self.certificate_chain is not None:
+                context.load_cert_chain(self.certificate_chain, self.private_key, password="")  # else OpenSSL asks on the terminal
+        except ssl.SSLError:
+            said = f"is not the certificate of private_key {self.private_key}, or one of them is not in PEM, or the key has a password"
+            raise ValueError(f"certificate_chain {self.certificate_chain} {said}") from None
         return context
 
     def at(self, address: str) -> Tls:
@@ -99,15 +108,6 @@ DEFAULT_TLS = Tls()
 
 def _read(path: str | None) -> bytes | None:
     return None if path is None else Path(path).read_bytes()
-
-
-def _unusable(name: str, path: str | None, error: OSError, said: str, other: str | None = None) -> ValueError:
-    """said: what is wrong with a file that can be read."""
-    if isinstance(error, ssl.SSLError):
-        return ValueError(f"{name} {path} {said}")
-    if other is not None and path is not None and Path(path).is_file():  # OpenSSL does not say which of the two it was
-        name, path = "private_key", other
-    return ValueError(f"{name} {path} cannot be read: {error.strerror}")
 
 
 def add_tls_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup, has_http: bool = False) -> None:

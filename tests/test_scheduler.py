@@ -22,10 +22,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from backend.core import Batch, Request, Scheduled, Speculation
 from backend.errors import CapacityError, RequestError
+from backend.limits import cut_at_end
 from backend.pages import PagePool
 from backend.prefix_cache import MAX_SIBLINGS_SEARCHED, ROOT, PrefixCache, chain_hash, chain_hashes
 from backend.sampling_params import SamplingParams
-from backend.scheduler import Scheduler, cut_at_end
+from backend.scheduler import Scheduler
 
 VOCABULARY = 6
 STOP_ID = 0

@@ -20,6 +20,7 @@ import pytest
 
 from client import AsyncClient, Client, GenerateError, HttpClient, Tls
 from client.gateway import fleet
+from client.gateway.app import read_metrics
 from client.gateway.metrics import Metrics
 from deploy.cli import main
 from deploy.demo import running_gateway
@@ -298,3 +299,12 @@ def test_a_server_whose_certificates_cannot_be_used_does_not_start(
     ):
         assert main(["serve", "--dry-run", *words]) == 2
         assert re.search(f"foretoken serve: {message}", told := capsys.readouterr().err), told
+
+
+def test_metrics_of_a_server_whose_certificates_are_gone_are_left_out(certificates: Certificates, tmp_path: Path) -> None:
+    """The gateway's own are shown all the same."""
+    path = tmp_path / "ca.pem"
+    path.write_bytes(Path(certificates.ca).read_bytes())
+    tls = Tls(str(path))
+    path.unlink()
+    assert read_metrics("https://127.0.0.1:9/metrics", tls) == b""

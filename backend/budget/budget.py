@@ -98,7 +98,7 @@ class DraftBudget:
         cohorts: dict[Cohort, list[Own]] = {}
         paced: list[Request] = []
         for request in requests:
-            own: Own = request.drafting or self._meet(request)
+            own = self._of(request)
             if own.most:
                 owns = cohorts.get(own.cohort)
                 if owns is None:
@@ -134,7 +134,7 @@ class DraftBudget:
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
-        own: Own = request.drafting or self._meet(request)
+        own = self._of(request)
         if self._applied.limit is None or not own.is_limited:
             return own.most
         return self._limit(request, own) if self._is_exact else self._applied.limit_for(request, own)
@@ -258,7 +258,8 @@ class DraftBudget:
             if not self._is_exact:
                 count = self._applied.num_model_for(request, own)
             elif request.num_steps_ahead:
-                count = min(count, self._limit(request, own)) if self._asks_all(request) else 0
+                is_asked = self._applied.is_asked or request.speculation.num_nodes > 0
+                count = min(count, self._limit(request, own)) if is_asked else 0
             elif request.request_id not in self._trials.explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0
                 count = count if is_worth else 0
@@ -270,10 +271,6 @@ class DraftBudget:
         if own.is_paced and own.ability.num_model and not count and own.turn % often == 0:
             own.means.note_model(own.common.model, own.common.gain, 1 - (1 - RECOVERY) ** often)
         return count
-
-    def _asks_all(self, request: Request) -> bool:
-        """Where steps are planned ahead that have the rows of their tokens: one choice holds for all requests."""
-        return self._applied.is_asked or request.speculation.num_nodes > 0
 
     def waits(self, request: Request) -> bool:
         """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""

@@ -148,12 +148,8 @@ class Survival:
     def survivals(self, request_id: str, chain: Chain, parents: Sequence[int] = ()) -> list[float]:
         """The chance that each draft of a request is accepted, all before it with it. parents: of a tree, the number of the draft before each,
         which is smaller; -1: the newest token; none: each follows the one before it."""
-        own, left, buckets = self._own.get(request_id, NO_SHIFTS), 1.0, self._buckets
-        if own:
-            get = own.get
-            weights = [1.0 + buckets[evidence].against * get(evidence[0], NO_SHIFT)[1] for evidence in chain]
-        else:
-            weights = [1.0 + buckets[evidence].against for evidence in chain]
+        shift_of, left, buckets = self._own.get(request_id, NO_SHIFTS).get, 1.0, self._buckets
+        weights = [1.0 + buckets[evidence].against * shift_of(evidence[0], NO_SHIFT)[1] for evidence in chain]
         if not parents:
             return [left := left / weight for weight in weights]
         found: list[float] = []

@@ -225,11 +225,11 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def read_metrics(url: str, tls: Tls) -> bytes:
-    """The server's own metrics, as they are; none while it does not answer."""
+    """The server's own metrics, as they are; none while it does not answer, or cannot be asked for want of a file that was there."""
     try:
         with open_url(url, DESCRIBE_SECONDS, tls.context_of(url)) as response:
             return response.read()
-    except OSError:
+    except (OSError, ValueError):
         return b""
 
 
