@@ -44,6 +44,8 @@ class Drafted:
     """It made the first ones, as far as the host knew when their step was planned."""
     is_beside: bool = False
     """The model drafter was asked for some too, in the place of which the host's may have come."""
+    has_step: bool = True
+    """Beside what the host made, the step before was asked for some."""
 
     @property
     def is_alone(self) -> bool:

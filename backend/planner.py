@@ -231,7 +231,8 @@ class Planner:
                 plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
                 step.num_asked += 1
                 step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
-        if place.has_lookup and entry.emits and (limit := min(budget.limit(request), MAX_DRAFTS)):
+        is_left = place.has_lookup and bool(place.host) and budget.leaves_lookup(request)
+        if place.has_lookup and not is_left and entry.emits and (limit := min(budget.limit(request), MAX_DRAFTS)):
             lookup_limit = limit
             if model_limit or self._is_exact:  # else there is nothing in the place of which it would draft
                 alone = budget.alone_score(request, model_limit, limit)
@@ -242,7 +243,7 @@ class Planner:
         known.drafted = Drafted(self._sources(model_limit, lookup_limit), alone, num_model=model_limit)
         # To copy and read it takes the host as long as to plan a row does.
         if not plan.reports_drafts:
-            plan.reports_drafts = known.is_reported or drafter_count != 0 or model_limit > 0 or self._joins_host(request, known)
+            plan.reports_drafts = known.is_reported or drafter_count != 0 or model_limit > 0 or (not is_left and self._joins_host(request, known))
         step.verified.append(verified)
         step.made.append(known.drafted)
         first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)
@@ -322,7 +323,7 @@ class Planner:
         if known is None:
             return who
         drafts, known.next_drafts = known.next_drafts, outcome.next_drafts
-        known.knows_drafts = step.plan.reports_drafts or not (step.plan.num_model_drafts or step.plan.has_lookup)
+        known.knows_drafts = step.plan.reports_drafts or not made.sources or not (step.plan.num_model_drafts or step.plan.has_lookup)
         if request.grammar is not None and verified.token_ids is not None and outcome.token_ids:
             self._grammars.note(known, who[: outcome.num_accepted].count(SOURCE), len(outcome.token_ids))
         if request.speculation.num_nodes and len(outcome.draft_chances or ()) >= len(outcome.next_drafts):
@@ -337,8 +338,8 @@ class Planner:
                 tree = Branches(verified.parents[: len(chain)], path)
             is_alone = verified.has_model and verified.is_alone
             has_model = verified.has_model and not is_alone
-            num_accepted, matched, asked_host = outcome.num_accepted, verified.score, verified.evidence is not None
-            self._budget.learn(request, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, asked_host=asked_host)
+            more = {"is_alone": is_alone, "asked_host": verified.evidence is not None, "has_step": verified.has_step}
+            self._budget.learn(request, chain, outcome.num_accepted, has_model, tree, matched=verified.score, **more)
         return who
 
     def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], times: StepTimes) -> None:

@@ -83,7 +83,7 @@ class StepDrafting:
         started = time.perf_counter()
         for entry in asking:
             own = known[id(entry)]
-            if own.has_own_drafts and entry.request.hand_off is None:  # what another node drafted is there
+            if own.has_own_drafts and own.drafted.sources and entry.request.hand_off is None:  # what another node drafted is there
                 self._show(entry.request, own)
         draft: Draft = self._drafters.propose(asking)
         step.host_seconds += time.perf_counter() - started
@@ -92,7 +92,8 @@ class StepDrafting:
             own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
             num_model = self.count_model(sources)
             is_asked = bool(own.drafted.sources) and own.drafted.sources[0] == self._drafters.model_name
-            own.drafted = Drafted(sources, evidence=draft.evidence[b], num_model=num_model, is_beside=is_asked)
+            has_step = bool(own.drafted.sources)
+            own.drafted = Drafted(sources, evidence=draft.evidence[b], num_model=num_model, is_beside=is_asked, has_step=has_step)
             if entry.request.grammar is not None:
                 num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
                 token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
@@ -124,8 +125,7 @@ class StepDrafting:
     def _put_drafts(self, plan: StepPlan, known: Known, token_ids: Sequence[int], first: int = 0) -> None:
         """Those from number `first` on; the workers have the others."""
         begin = known.index * self._max_drafts
-        for number in range(first, len(token_ids)):
-            plan.draft_writes += (begin + number, token_ids[number])
+        plan.draft_writes += [word for number in range(first, len(token_ids)) for word in (begin + number, token_ids[number])]
         plan.num_draft_writes += (known.index, len(token_ids))
 
     # -- what grammars allow ------------------------------------------------------------------------------------------

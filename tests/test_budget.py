@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -9,13 +10,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability
+from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability, by_shares
 from backend.budget.costs import StepCosts
 from backend.budget.line import Line
 from backend.budget.observing import StepSeen
 from backend.budget.padded import PaddedStep
 from backend.budget.rule import level, share
-from backend.budget.survival import Survival
+from backend.budget.survival import MAX_AGE, Survival
 from backend.budget.times import Times
 from backend.core import NEVER, Branches, Chain, DraftFaults, Evidence, Request, Scheduled, Speculation
 from backend.drafters.hybrid import HybridDrafter
@@ -381,8 +382,8 @@ def test_a_lookup_takes_the_place_of_drawn_drafts_whatever_was_drawn(strategy: s
     """What the model says of its second draft follows from the first one, and what the step's lookup found behind them from both."""
 
     class Copied(NgramLookup):
-        def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
-            return [7] * 3, by_match("suffix", 3, 3)
+        def lookup_judged(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[list[int], Chain]]:
+            return [([7] * 3, by_match("suffix", 3, 3)) for _ in requests]
 
         def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
             return []
@@ -533,6 +534,25 @@ def test_survival_is_what_stood_and_a_requests_own() -> None:
     survival.stop("a")
     assert survival.survivals("a", chain)[0] == pytest.approx(new)
     assert by_match("ngram", 12, 3)[0].guess > by_match("ngram", 2, 3)[0].guess
+
+
+def test_what_drafts_promise_together_is_found_once_for_all_alike() -> None:
+    survival, rng = Survival(), random.Random(2)
+    chains = [by_match("ngram", 5, 4), by_shares("suffix", bytes([9, 3, 10, 10]), 7), (*by_place("mtp", 2), *by_match("ngram", 3, 3))]
+    assert by_shares("suffix", bytes([9, 3, 10, 10]), 7) is chains[1] == by_probability("suffix", [0.95, 0.3, 1.0, 1.0], 7)
+    for step in range(300):
+        survival.step = step
+        for name, chain in itertools.product("ab", chains):
+            survival.learn(name, chain, rng.choice([0, 1, 2, 4] if name == "a" else [3, 4]))
+    survival.step += MAX_AGE
+    for name, chain in itertools.product("abc", [*chains, [*chains[0]]]):
+        expected = sum(survival.survivals(name, chain))
+        assert survival.promised(name, chain) == pytest.approx(expected, rel=0.15), "shifts are told apart in quarters"
+        kept = survival.promised(name, chain)
+        survival.learn("d", chain, 0)
+        assert type(chain) is list or survival.promised(name, chain) == kept, "what stood since then is left out"
+    survival.step += MAX_AGE
+    assert survival.promised("c", chains[0]) < kept
 
 
 PARENTS, CHANCES = [-1, -1, 0, 2, 1, 0], [0.75, 0.15, 0.85, 0.75, 0.55, 0.05]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, trials
+from backend.budget import Ability, CostClass, DraftBudget, beside, by_match, by_place, trials
 from backend.budget.budget import LEAVE_AFTER
 from backend.budget.forecast import asking
 from backend.budget.known import Settled
@@ -172,6 +172,39 @@ def test_a_report_is_read_where_somebody_looks_at_it() -> None:
     assert plan(False, True) == (True, True)
 
 
+def test_the_steps_lookup_is_left_out_where_the_hosts_make_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request would be planned, reported and weighed twice for it. That it found nothing is not said of it then."""
+    planner, drafters = make_planner(**AUTO)
+    own, budget = resolve(SpeculativeConfig(**AUTO), None), drafters.budget
+    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
+    drafters.start(request)
+    planner.plan(Batch([Scheduled(request, 20)]))
+    request.num_computed_tokens = 20
+
+    def plan() -> tuple[bool, bool, bool]:
+        """Whether the step's lookup drafts, whether the step reports, and whether the host drafted for it."""
+        monkeypatch.setattr(budget._trials, "choose", lambda *_: Choice(TOP, False, True))
+        budget.begin([request])
+        step = planner.plan(Batch([Scheduled(request, 1, TOP, 20, is_decoding=True)]))
+        planner.read(step, 0, Outcome([1], num_drafts=1, num_accepted=1))
+        return step.plan.fields[LOOKUP_LIMIT, 0] > 0, step.plan.reports_drafts, step.verified[0].evidence is not None
+
+    assert plan()[:2] == (True, True)
+    assert plan() == plan() == (True, True, True), "nothing is known of either yet"
+    for _ in range(100):
+        budget._beside.note(5, False)
+    assert plan() == (False, False, True)
+    before = budget._means[budget._of(request).kind].lookup
+    assert plan() == plan() == (False, False, True)
+    assert budget._means[budget._of(request).kind].lookup == before
+    assert [plan()[0] for _ in range(2 * beside.EVERY)].count(True) == 2, "text changes"
+    for _ in range(200):
+        budget._beside.note(5, True)
+    assert plan() == (True, True, True)
+    budget.begin([])
+    assert not budget._beside.is_left_out
+
+
 def test_prompts_are_kept_from_a_model_that_was_left_long_ago() -> None:
     planner, drafters = make_planner(method="auto", request_methods=["mtp"])
     own, limits = resolve(SpeculativeConfig(method="auto", request_methods=["mtp"]), None), drafters.budget._limits
@@ -216,6 +249,19 @@ def test_choices_that_change_nothing_are_far_apart(number: int, more: int) -> No
 
     assert steps(of[:number], 80) >= 7 and steps(of[:number], 64) == 4 and steps(of[:more], 15) <= 1
     assert steps([*of[:more], other], 1) == 1
+
+
+def test_trials_become_rare_and_each_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing else is chosen. Those that are left out are nobody's: else every other kind of trial would never come."""
+    budget, tried = DraftBudget(lambda request: Ability("mtp", STEPS, "ngram"), is_exact=False), list[int]()
+    limits, own = budget._limits, budget._trials
+    limits.chosen = Choice(TOP, True)
+    monkeypatch.setattr(limits, "another", lambda trial, top: tried.append(trial) or Choice(0, True))
+    request = Request("a", [1, 2], SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS), num_steps_ahead=1)
+    for _ in range(trials.EXPLORE_EVERY * 48 + trials.TRIAL_STEPS):
+        own.end()
+        own.choose([request], TOP, True)
+    assert tried[:: trials.TRIAL_STEPS] == tried[1 :: trials.TRIAL_STEPS] == list(range(1, 6 + (24 - 6) // 2 + (48 - 24) // 4 + 1))
 
 
 def test_a_step_takes_the_devices_time_or_the_hosts() -> None:

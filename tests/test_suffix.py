@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from backend.core import Request
-from backend.drafters import answer_file, suffix
+from backend.drafters import answer_file, suffix, suffix_texts
 from backend.drafters.suffix import SuffixLookup
 from backend.errors import EngineError, RequestError
 from backend.sampling_params import SamplingParams
@@ -92,7 +92,7 @@ def drafts_after(drafter: SuffixLookup, tokens: list[int], count: int = 16) -> l
 
 def check_shared(drafter: SuffixLookup) -> None:
     """The shared index has all answers, and when they are out of it nothing."""
-    index, answers = drafter._shared, [(list(a.token_ids), a.piece_ids) for a in drafter._answers]
+    index, answers = drafter._shared, [(list(a.token_ids), a.piece_ids) for a in drafter._texts.answers]
     for token_ids, _ in answers:
         for end in range(8, len(token_ids), 97):
             assert index.speculate([-1, *token_ids[end - 8 : end]], 4, 1.0, 0.0).token_ids
@@ -195,7 +195,7 @@ def test_others_answers_are_drafted_while_a_prompt_waits(make: Make, by_hand: No
     drafter = make(lead_tokens=8)
     answer(drafter, PROMPT, ANSWER)
     work_off(drafter)
-    long = request_of([*range(2000, 2000 + 3 * suffix.SLICE_TOKENS), *PROMPT, ANSWER[0]])
+    long = request_of([*range(2000, 2000 + 3 * suffix_texts.SLICE_TOKENS), *PROMPT, ANSWER[0]])
     drafter.start(long)
     for _ in range(3):
         assert drafter.lookup(long, [], 4) == ANSWER[1:5]
@@ -235,7 +235,7 @@ def test_scores(make: Make) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_drafts_are_those_of_whole_texts(seed: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """In indices that get everything at once: slices, and who inserts, make no difference."""
-    monkeypatch.setattr(suffix, "SLICE_TOKENS", 7)
+    monkeypatch.setattr(suffix_texts, "SLICE_TOKENS", 7)
     rng = random.Random(seed)
     depth, factor, floor = rng.choice([4, 8, 64]), rng.choice([0.5, 1.0, 3.0]), rng.choice([0.0, 0.1, 0.4])
     drafter = make(max_tree_depth=depth, max_spec_factor=factor, min_token_prob=floor)
@@ -264,14 +264,14 @@ def test_drafts_are_those_of_whole_texts(seed: int, make: Make, monkeypatch: pyt
             assert drafter.lookup_scored(request, drafts, count) == (expected.token_ids, expected.score)
             num_drafts += len(expected.token_ids)
     assert num_drafts
-    assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._answers)
+    assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._texts.answers)
 
 
 # -- requests that come and go --------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_drafted_until_the_prompt_is_in(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "SLICE_TOKENS", 16)
+    monkeypatch.setattr(suffix_texts, "SLICE_TOKENS", 16)
     drafter = make()
     request = request_of(PROMPT)
     drafter.start(request)
@@ -288,7 +288,7 @@ def test_nothing_is_drafted_until_the_prompt_is_in(make: Make, by_hand: None, mo
 
 def test_a_prompt_that_is_not_asked_for_soon_goes_in_when_it_is(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody waits for its drafts the thread would take the interpreter from the engine's for nothing. Answers are kept all the same."""
-    monkeypatch.setattr(suffix, "SLICE_TOKENS", 16)
+    monkeypatch.setattr(suffix_texts, "SLICE_TOKENS", 16)
     drafter = make()
     request, other = request_of(PROMPT), request_of(PROMPT)
     for own in (request, other):
@@ -303,7 +303,7 @@ def test_a_prompt_that_is_not_asked_for_soon_goes_in_when_it_is(make: Make, by_h
 
 
 def test_a_long_backlog_goes_to_the_thread(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "SLICE_TOKENS", 16)
+    monkeypatch.setattr(suffix_texts, "SLICE_TOKENS", 16)
     drafter = make()
     request = request_of([1, 2, 3])
     drafter.start(request)
@@ -441,7 +441,7 @@ def test_at_most_so_many_requests_stay(make: Make) -> None:
 def make_copy(drafter: SuffixLookup, make: Make) -> SuffixLookup:
     """One with the same answers and more room: asking takes a place too."""
     copy = make()
-    for kept in drafter._answers:
+    for kept in drafter._texts.answers:
         answer(copy, [0], kept.token_ids.tolist())
     return copy
 
@@ -475,7 +475,7 @@ def test_an_answer_longer_than_the_bound(make: Make) -> None:
 
 
 def test_evicted_memory_comes_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "PIECE_TOKENS", 300)
+    monkeypatch.setattr(suffix_texts, "PIECE_TOKENS", 300)
     drafter = make(max_cached_tokens=5000)
     rng = random.Random(0)
     sizes = []
@@ -489,7 +489,7 @@ def test_evicted_memory_comes_back(make: Make, monkeypatch: pytest.MonkeyPatch) 
         sizes.append(drafter._shared.room)
         assert len(drafter._shared) == 3 * 5
     assert max(sizes[6:]) < 1.2 * max(sizes[:6])
-    assert next(drafter._new_ids) <= 50  # ids are used again
+    assert next(drafter._texts._new_ids) <= 50  # ids are used again
     check_shared(drafter)
 
 
@@ -513,7 +513,7 @@ def test_texts_that_come_later_are_searched_and_stay(max_cached_requests: int, m
 def test_texts_that_come_later_go_in_by_slices(make: Make, by_hand: None) -> None:
     """Behind the prompts of requests."""
     drafter = make()
-    drafter.add_corpus([array("i", range(10 * suffix.SLICE_TOKENS))])
+    drafter.add_corpus([array("i", range(10 * suffix_texts.SLICE_TOKENS))])
     request = request_of([1, 2, 3, 1, 2])
     drafter.start(request)
     drafter._work()
@@ -527,13 +527,13 @@ def test_no_shared_tree(make: Make, tmp_path: Path) -> None:
     assert (drafter.num_cached_requests, drafter.num_cached_tokens) == (0, 0)
     assert drafts_after(drafter, ANSWER[:5]) == []
     assert drafts_after(drafter, [1, 2, 3, 4, 1, 2]) == [3, 4]
-    assert next(drafter._new_ids) == 1  # one id after the other
+    assert next(drafter._texts._new_ids) == 1  # one id after the other
     drafter.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_matches_cross_the_pieces_of_a_long_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "PIECE_TOKENS", 300)
+    monkeypatch.setattr(suffix_texts, "PIECE_TOKENS", 300)
     tokens = random.Random(2).sample(range(10_000), 2000)
     drafter = make()
     answer(drafter, PROMPT, tokens)
@@ -541,6 +541,38 @@ def test_matches_cross_the_pieces_of_a_long_answer(make: Make, monkeypatch: pyte
     assert len(drafter._shared) > 5
     for place in range(20, 1900, 7):
         assert drafts_after(drafter, tokens[place - 10 : place], 8)[:5] == tokens[place : place + 5]
+
+
+def test_many_are_asked_for_at_once(make: Make, by_hand: None) -> None:
+    """Each gets what it would get alone: those whose tokens are in, on their way, or none; answers that are kept, that go, and that nobody keeps."""
+    rng = random.Random(5)
+    for options in ({}, {"max_cached_requests": 3}, {"max_cached_tokens": 120}, {"max_cached_requests": 0}):
+        together, alone = make(**options), make(**options)
+        requests = [request_of(rng.choices(range(6), k=rng.choice([1, 20, 300, 700]))) for _ in range(12)]
+        num_drafts = 0
+        for drafter in (together, alone):
+            for request in requests:
+                drafter.start(request)
+        for step in range(40):
+            for drafter in (together, alone):
+                for _ in range(4):
+                    drafter._work()
+            counts, own = [rng.choice([0, 3, 9]) for _ in requests], [rng.choice([True, True, False]) for _ in requests]
+            asked = [(request, count) for request, count, is_asked in zip(requests, counts, own) if is_asked]
+            found = together.lookup_judged([request for request, _ in asked], [count for _, count in asked])
+            for request, count in asked:  # as they have the new tokens of all before any drafts
+                alone.lookup(request, [], min(count, 1))
+            for (request, count), (drafts, chain) in zip(asked, found):
+                assert (drafts, len(chain)) == (alone.lookup(request, [], count), len(drafts))
+                num_drafts += len(drafts)
+            for request in requests:
+                request.token_ids += rng.choices(range(6), k=rng.choice([0, 1, 5, 30]))
+            if step % 8 == 7:
+                for drafter in (together, alone):
+                    drafter.stop(requests[step % 5])
+            assert (together.num_cached_requests, together.num_cached_tokens) == (alone.num_cached_requests, alone.num_cached_tokens)
+        assert num_drafts > 200
+        assert together.lookup_judged([], []) == []
 
 
 # -- the file -------------------------------------------------------------------------------------------------------------------
@@ -590,9 +622,9 @@ def test_the_newest_saved_answers_come_back_and_are_the_oldest_then(options: dic
         answer(first, PROMPT, tokens)
     first.close()
     second = make(cache_path=path, **options)
-    assert [a.token_ids.tolist() for a in second._answers] == answers[1:3]
+    assert [a.token_ids.tolist() for a in second._texts.answers] == answers[1:3]
     answer(second, PROMPT, answers[3])
-    assert [a.token_ids.tolist() for a in second._answers] == answers[2:4]
+    assert [a.token_ids.tolist() for a in second._texts.answers] == answers[2:4]
     assert len(settle(second)._shared) == 2
 
 
@@ -901,8 +933,8 @@ def test_servers_that_are_killed_while_they_save_leave_a_sound_file(root: Path, 
 
 def test_calls_while_the_thread_works(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Several engines at once, harder than the one there is: no wrong draft, nothing lost, sound trees."""
-    monkeypatch.setattr(suffix, "SLICE_TOKENS", 32)
-    monkeypatch.setattr(suffix, "PIECE_TOKENS", 200)
+    monkeypatch.setattr(suffix_texts, "SLICE_TOKENS", 32)
+    monkeypatch.setattr(suffix_texts, "PIECE_TOKENS", 200)
     drafter = make(max_cached_tokens=3000, max_cached_requests=40, cache_path=str(tmp_path / "cache"))
     caplog.clear()
     cycle, errors, num_drafts = 50, [], [0] * 4
@@ -929,8 +961,11 @@ def test_calls_while_the_thread_works(make: Make, monkeypatch: pytest.MonkeyPatc
                     request.prompt_token_ids = list(request.token_ids)
                     running.append(request)
                     drafter.start(request)
-                for request in running:
-                    last, drafts = request.token_ids[-1], drafter.lookup(request, [], 8)
+                found = drafter.lookup_judged(running, [8] * len(running))
+                for request, (drafts, _) in zip(running, found):
+                    if round_number % 2:
+                        drafts = drafter.lookup(request, [], 8)
+                    last = request.token_ids[-1]
                     for token in drafts:
                         assert token == follows(last)
                         last = token
@@ -958,9 +993,9 @@ def test_calls_while_the_thread_works(make: Make, monkeypatch: pytest.MonkeyPatc
     settle(drafter)
     assert not drafter._open
     assert drafter._num_reserved == 0
-    assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._answers) <= 3000
-    assert all(a.num_inserted == len(a.token_ids) for a in drafter._answers)
-    assert len(drafter._shared) == sum(len(a.piece_ids) for a in drafter._answers)
+    assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._texts.answers) <= 3000
+    assert all(a.num_inserted == len(a.token_ids) for a in drafter._texts.answers)
+    assert len(drafter._shared) == sum(len(a.piece_ids) for a in drafter._texts.answers)
     check_shared(drafter)
     assert not caplog.records
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import resource
 from collections import Counter
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from kernels import suffix
-from kernels.suffix import GRAMS, MOST, NO_DRAFT, CompiledIndex, PlainIndex, SuffixDraft, SuffixIndex
+from kernels.suffix import FEW, GRAMS, MOST, NO_DRAFT, CompiledIndex, PlainIndex, SuffixDraft, SuffixIndex, Turn, take_turns
 
 HAS_LIBRARY = suffix._library() is not None
 KINDS = [PlainIndex, pytest.param(CompiledIndex, marks=pytest.mark.skipif(not HAS_LIBRARY, reason="there is no C++ compiler"))]
@@ -40,13 +41,27 @@ class Statement:
         for match in range(min(len(context) - 1, self.depth), 0, -1):
             kind = max(number for number, size in enumerate(GRAMS) if size <= match)
             ends = [(self.texts[own], place + 1) for own, place in self.came if self._stands(own, place, context[-GRAMS[kind] :])][-MOST[kind] :]
+            if kind == len(GRAMS) - 1 and self._is_enough(ends[-FEW:], context, most, factor):
+                ends = ends[-FEW:]
             places = [(text, end) for text, end in ends if end >= match and text[end - match : end] == list(context[-match:])]
-            room = min(int(min(match * factor + 1e-6, most)), self.depth - match)
+            room = self._room(match, most, factor)
             if not places or (last is not None and last[0] == kind and len(places) < 2 * last[1] and room <= last[2]):
                 continue
             last = kind, len(places), room
             drafts.append(self._go_on(places, match, room, min_prob))
         return max((own for own in drafts if own.token_ids), key=lambda own: own.score, default=NO_DRAFT)
+
+    def _room(self, match: int, most: int, factor: float) -> int:
+        return min(int(min(match * factor + 1e-6, most)), self.depth - match)
+
+    def _is_enough(self, ends: list[tuple[list[int], int]], context: Sequence[int], most: int, factor: float) -> bool:
+        """They all go on alike, those that do, and one of these matches long enough for the longest draft."""
+        going = [(text, end) for text, end in ends if end < len(text)]
+        lengths = [
+            max(size for size in range(min(len(context) - 1, self.depth, end) + 1) if text[end - size : end] == list(context[len(context) - size :]))
+            for text, end in going
+        ]
+        return len({text[end] for text, end in going}) == 1 and any(self._room(size, most, factor) >= most for size in lengths)
 
     def _stands(self, text_id: int, place: int, gram: Sequence[int]) -> bool:
         return place + 1 >= len(gram) and self.texts[text_id][place + 1 - len(gram) : place + 1] == list(gram)
@@ -99,6 +114,40 @@ def test_drafts_are_those_of_the_statement(kind: type[PlainIndex] | type[Compile
             num_drafted += len(found.token_ids)
         assert len(index) == len(texts)
     assert num_drafted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_that_go_on_take_turns(kind: type[PlainIndex] | type[CompiledIndex]) -> None:
+    """All of them go on before the first is searched for, each in its own index, the shared one, or both."""
+    draw = random.Random(3)
+    for has_shared, vocabulary in itertools.product((True, False), (2, 9)):
+        shared, known = kind(8) if has_shared else None, Statement(8)
+        owns, stated = [kind(8) for _ in range(5)], [Statement(8) for _ in range(5)]
+        num_drafted, limits = 0, (1.5, 0.2)
+        for step in range(40):
+            turns = list[Turn]()
+            for number in draw.sample(range(5), 4 if step else 5):
+                tokens, most = draw.choices(range(vocabulary), k=draw.randint(0 if step else 9, 9)), draw.randint(1, 7)
+                if not step or draw.random() < 0.8:
+                    shared_id = draw.choice([-1, number]) if has_shared else -1
+                    turns.append(Turn(owns[number], 77, shared_id, tokens, most))
+                    stated[number].extend(77, tokens)
+                    if shared_id >= 0:
+                        known.extend(shared_id, tokens)
+                elif has_shared:
+                    turns.append(Turn(None, 0, -1, tokens, most))
+            found = take_turns(turns, shared, *limits, 10)
+            for turn, guess in zip(turns, found, strict=True):
+                own = None if turn.own is None else stated[owns.index(turn.own)]  # type: ignore[arg-type]
+                context = turn.token_ids if own is None else own.texts[77][-8:]
+                drafts = [index.speculate(context, turn.most, *limits) for index in ((own,) if own else ()) + ((known,) if has_shared else ())]
+                best = max(drafts, key=lambda draft: draft.score)
+                assert (guess.token_ids, guess.match_len) == (best.token_ids, best.match_len)
+                chances = [own / before for own, before in zip(best.probs, (1.0, *best.probs))]
+                assert list(guess.chances) == [min(int(10 * chance), 10) for chance in chances]
+                num_drafted += len(guess.token_ids)
+        assert num_drafted > 100
+    assert take_turns([], None, *limits, 10) == []
 
 
 def fill(index: SuffixIndex, count: int, seed: int, text_id: int) -> list[int]:

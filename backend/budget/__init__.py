@@ -3,7 +3,19 @@
 from backend.budget.budget import DraftBudget
 from backend.budget.costs import CostClass
 from backend.budget.known import Ability
-from backend.budget.survival import by_branch, by_match, by_place, by_probability
+from backend.budget.survival import NUM_SHARES, by_branch, by_match, by_place, by_probability, by_shares
 from backend.core import Chain, Evidence
 
-__all__ = ["Ability", "Chain", "CostClass", "DraftBudget", "Evidence", "by_branch", "by_match", "by_place", "by_probability"]
+__all__ = [
+    "NUM_SHARES",
+    "Ability",
+    "Chain",
+    "CostClass",
+    "DraftBudget",
+    "Evidence",
+    "by_branch",
+    "by_match",
+    "by_place",
+    "by_probability",
+    "by_shares",
+]

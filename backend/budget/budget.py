@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from backend.budget.applied import Applied
+from backend.budget.beside import BesideHost
 from backend.budget.costs import CostClass, StepCosts
 from backend.budget.known import Ability, Cohort, Group, Own, as_promise, group_of
 from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every, often_of
@@ -57,7 +58,7 @@ class DraftBudget:
         self._observing = Observing(self._costs, self._padded, self._prices, self._limits)
         self._cohorts: dict[Group, Cohort] = {}
         self._trials = Trials(self._limits, is_exact=is_exact)
-        self._applied = Applied(self._limits, self._trials)
+        self._applied, self._beside = Applied(self._limits, self._trials), BesideHost()
         self.keeps_up = False
         """The model drafter follows the text in the next step though it is not asked for drafts: the step is a trial without them."""
         self._next_draft_seconds = 0.0
@@ -108,7 +109,7 @@ class DraftBudget:
                     paced.append(request)
         self._trials.end()
         self._applied.put(None)
-        self.keeps_up = False
+        self.keeps_up = self._beside.is_left_out = False
         num_requests = self._num_requests = max(1, len(requests))
         self._often = often_of(num_requests)
         if not paced and not any(cohort.group.has_others and cohort.group.kind.has_model for cohort in cohorts):
@@ -131,6 +132,7 @@ class DraftBudget:
         may_try = not (self._is_exact and self._has_prompts) or self._costs.is_beside_prompts
         self._applied.put(self._trials.choose(paced, top, may_try))
         self.keeps_up = self._trials.keeps_up
+        self._beside.begin(self._applied.waits and not self._applied.is_asked)
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
@@ -159,6 +161,8 @@ class DraftBudget:
             found = [number for number, chain in enumerate(chains) if chain]
             if len(found) < 2:
                 return found[0] if found else 0  # there is nothing to weigh
+            promised = [self._survival.promised(request.request_id, chain) if chain else NOTHING for chain in chains]
+            return promised.index(max(promised))
         survivals = [self._survival.survivals(request.request_id, chain) for chain in chains]
         worth = [self._prices.worth(one) if one else NOTHING for one in survivals]
         best = max(range(len(worth)), key=lambda number: worth[number])
@@ -166,7 +170,7 @@ class DraftBudget:
             beside = max(range(1, len(worth)), key=lambda number: worth[number], default=0)
             own.note_beside(self._prices.count_worth(survivals[beside] if beside else ()), OWN_SMOOTHING)
         # Where one choice holds for all, those that it does not hold for look at it alone.
-        if own.ability.num_model and not own.ability.is_remote and (self._is_exact or not own.is_paced):
+        if own.ability.num_model and not own.ability.is_remote:
             self._preference.note(own, as_promise(worth[1:]), best > 0)
         return best
 
@@ -196,7 +200,7 @@ class DraftBudget:
         it found nothing."""
         own = self._of(request)
         is_lookup = chain[0].source == own.ability.lookup if chain else bool(own.ability.lookup)
-        if self._padded is not None and is_lookup and own.turn % self._often == 0:
+        if self._padded is not None and is_lookup and own.was_looked_up and own.turn % self._often == 0:
             own.watch(len(request.token_ids), token_ids, chain, is_step=True)
 
     def compare(self, request: Request) -> None:
@@ -276,6 +280,12 @@ class DraftBudget:
         """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""
         return self._applied.waits and (own := self._of(request)).is_paced and own.ability.may_wait
 
+    def leaves_lookup(self, request: Request) -> bool:
+        """Whether the step does without its own lookup, of a request that waits for the host's. Asked for once when its row is planned."""
+        is_left_out = self._beside.is_left_out and self.waits(request)
+        self._of(request).was_looked_up = not is_left_out
+        return is_left_out
+
     def asks_soon(self, request: Request) -> bool:
         """Whether lookups of the host are asked for a request that begins. Where nobody waits for them, what they would bring one is looked at."""
         chosen = self._limits.chosen
@@ -351,13 +361,16 @@ class DraftBudget:
         matched: int = 0,
         is_alone: bool = False,
         asked_host: bool = False,
+        has_step: bool = True,
     ) -> None:
         """After `note_verified` said so.
 
         chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not; tree: that
         they are, in the place of a chain; matched: of the step's lookup, whatever was verified; is_alone: its drafts came in the model's place;
-        asked_host: the host's lookups were asked, and some of the drafts may be theirs."""
-        own, often, how = self._of(request), self._often, {"is_alone": is_alone, "asked_host": asked_host}
+        asked_host: the host's lookups were asked, and some of the drafts may be theirs; has_step: the step before had been asked too."""
+        own, often, how = self._of(request), self._often, {"is_alone": is_alone, "asked_host": asked_host, "has_step": has_step}
+        if asked_host and has_step and not has_model and not self._is_exact:
+            self._beside.note(num_accepted, bool(chain) and chain[0].source == own.ability.lookup)
         self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, often=often, **how)
 
     def observe(self, limits: Sequence[tuple[Request, int, bool]], outcomes: Sequence[tuple[int, int]], step: StepSeen) -> None:

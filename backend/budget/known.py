@@ -173,6 +173,8 @@ class Own:
     """What the host's lookups promised when they were asked last, in half drafts."""
     was_asked: bool = True
     """The model, for the next step."""
+    was_looked_up: bool = True
+    """By the lookup in the step that was planned last."""
     pending: list[Watched] = field(default_factory=list)
 
     def watch(self, place: int, token_ids: list[int], chain: Chain, is_step: bool) -> None:

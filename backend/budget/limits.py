@@ -33,8 +33,8 @@ FEW, EVERY_OF_FEW, EVERY, ALIKE = 4, 4, 16, 4
 """Steps between two choices there, unless requests of another kind come, or more than one and the fourth part of them more or less: Python would take
 longer to choose than the device for a small step, and where requests come and go their number is another one in every step. Of few requests each
 choice that changes nothing puts the next one off by as many more."""
-SETTLED = 12
-"""Trials after which every other one is left out, if nothing else was chosen meanwhile."""
+SETTLED = (6, 24)
+"""Trials after which one of two is left out, and then three of four, if nothing else was chosen meanwhile."""
 REGRET_MEMORY = 0.995
 """What is left of older steps in the regret after one more."""
 
@@ -141,7 +141,7 @@ class Limits:
     def is_time_to_try(self) -> bool:
         """At a trial's first step."""
         self._num_trials += 1
-        return self._padded is None or self._num_trials <= SETTLED or self._num_trials % 2 == 0
+        return self._padded is None or self._num_trials % (1 << sum(self._num_trials > settled for settled in SETTLED)) == 0
 
     def _find_speeds(
         self, groups: Mapping[Group, Sequence[Own]], num_requests: int, top: int, draft_seconds: float, has_prompts: bool

@@ -69,10 +69,20 @@ def _by_share(source: str, num_matched: int) -> list[list[Evidence]]:
     return [[Evidence(source, (first + place) * len(guesses) + share, guess) for share, guess in enumerate(guesses)] for place in range(MAX_PLACES)]
 
 
-def by_probability(source: str, chances: Sequence[float], num_matched: int = 0) -> list[Evidence]:
+def by_probability(source: str, chances: Sequence[float], num_matched: int = 0) -> tuple[Evidence, ...]:
     """Of a drafter that says how likely each draft is after those before it; num_matched: of a lookup's, the tokens that matched."""
-    kinds = _by_share(source, min(num_matched, MAX_MATCH))
-    return [kind[min(int(NUM_SHARES * chance), NUM_SHARES)] for kind, chance in zip(itertools.chain(kinds, itertools.repeat(kinds[-1])), chances)]
+    return by_shares(source, bytes([min(int(NUM_SHARES * chance), NUM_SHARES) for chance in chances]), num_matched)
+
+
+def by_shares(source: str, shares: bytes, num_matched: int = 0) -> tuple[Evidence, ...]:
+    """The same by how many of NUM_SHARES parts each chance has, rounded down. Equal ones are one object, mostly."""
+    return _of_shares(source, shares, min(num_matched, MAX_MATCH))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _of_shares(source: str, shares: bytes, num_matched: int) -> tuple[Evidence, ...]:
+    kinds = _by_share(source, num_matched)
+    return tuple([kind[share] for kind, share in zip(itertools.chain(kinds, itertools.repeat(kinds[-1])), shares)])
 
 
 def has_probability(evidence: Evidence) -> bool:
@@ -137,7 +147,10 @@ class Survival:
     def __init__(self) -> None:
         self._buckets = _Buckets()
         self._own: dict[str, dict[str, Shift]] = {}
-        self._promises: dict[tuple[str, int, int], list[Promise]] = {}  # of lookups: by source, drafts and the request's own shift, in parts
+        # What stood lately, for when many ask in every step. Of lookups: by source, drafts and the request's own shift, in parts.
+        self._promises: dict[tuple[str, int, int], list[Promise]] = {}
+        # Tokens that a chain promises: by its identity, which is kept with them, and the shifts for its first and its last draft.
+        self._sums: dict[tuple[int, int, int], tuple[Chain, float]] = {}
         self._asked = 0  # the step since when they are kept
         self.step = 0
         """Steps so far."""
@@ -157,6 +170,30 @@ class Survival:
             found.append((found[parent] if parent >= 0 else 1.0) / weight)
         return found
 
+    def promised(self, request_id: str, chain: Chain) -> float:
+        """Tokens that drafts of one or two sources are likely to bring, one behind the other: by what stood lately, where the chain is one object for
+        all alike."""
+        if type(chain) is not tuple:
+            return sum(self.survivals(request_id, chain))
+        shift_of, first, last = self._own.get(request_id, NO_SHIFTS).get, chain[0][0], chain[-1][0]
+        part = round(shift_of(first, NO_SHIFT)[0] * PARTS)
+        other = part if last == first else round(shift_of(last, NO_SHIFT)[0] * PARTS)
+        self._forget_old()
+        found = self._sums.get((id(chain), part, other))
+        if found is None or found[0] is not chain:
+            against, behind, left, total = math.exp(-part / PARTS), math.exp(-other / PARTS), 1.0, 0.0
+            for evidence in chain:
+                left /= 1.0 + self._buckets[evidence].against * (against if evidence[0] == first else behind)
+                total += left
+            found = self._sums[id(chain), part, other] = chain, total
+        return found[1]
+
+    def _forget_old(self) -> None:
+        if self.step - self._asked >= MAX_AGE:
+            self._promises.clear()
+            self._sums.clear()
+            self._asked = self.step
+
     def of_match(self, request_id: str, source: str, matched: int, count: int) -> Promise:
         """The same of so many drafts of a lookup, by what stood lately: for when many ask in every step."""
         return self._of_matches(request_id, source, count)[min(matched, MAX_MATCH) - 1] if matched > 0 and count else NO_PROMISE
@@ -168,9 +205,7 @@ class Survival:
 
     def _of_matches(self, request_id: str, source: str, count: int) -> Sequence[Promise]:
         """Of a match of 1 token, of 2, up to MAX_MATCH."""
-        if self.step - self._asked >= MAX_AGE:
-            self._promises.clear()
-            self._asked = self.step
+        self._forget_old()
         part = round(self._own.get(request_id, NO_SHIFTS).get(source, NO_SHIFT).shift * PARTS)
         found = self._promises.get((source, count, part))
         if found is None:

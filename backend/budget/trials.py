@@ -26,6 +26,7 @@ class Trials:
         """is_exact: a step computes as many rows as it has tokens."""
         self._limits, self._is_exact = limits, is_exact
         self._is_time = False
+        self._number = 0  # of the trial
         self.num_steps = 0
         """With a choice."""
         self.is_on = self.is_plain = False
@@ -58,10 +59,11 @@ class Trials:
             return self._limits.chosen
         if number == 0:
             self._is_time = self._owed <= 0 and self._limits.is_time_to_try()
+            self._number += self._is_time  # those that are left out are nobody's turn
         return self._explore(paced, top, is_first=number == 0) if self._is_time else self._limits.chosen
 
     def _explore(self, paced: Sequence[Request], top: int, *, is_first: bool) -> Choice:
-        trial, chosen = self.num_steps // EXPLORE_EVERY, self._limits.chosen
+        trial, chosen = self._number, self._limits.chosen
         start = trial * MAX_EXPLORERS % len(paced)
         self.is_on = True
         explorers = frozenset(r.request_id for r in (*paced, *paced)[start : start + MAX_EXPLORERS])

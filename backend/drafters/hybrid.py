@@ -50,17 +50,17 @@ class HybridDrafter:
     def foresee(self, request: Request) -> None:
         """At a prompt's end, before its first token is known: what lookups promise there says whether the model is to be asked."""
         count = request.speculation.num_speculative_tokens
-        self._budget.foresee(request, [lookup.lookup_judged(request, (), count)[1] for lookup in self._of(request)])
+        self._budget.foresee(request, [lookup.lookup_judged([request], [count])[0][1] for lookup in self._of(request)])
 
     def listen(self, request: Request) -> None:
         """What lookups find for a request that does not wait for them: the text that follows tells what they would have brought."""
-        found = self._look_up(request, request.speculation.num_speculative_tokens)
+        (found,) = self._look_up([request], [request.speculation.num_speculative_tokens])
         token_ids, chain, _ = found[0] if found else ([], (), "")
         self._budget.watch(request, token_ids, chain)
 
     def propose(self, entries: Sequence[Scheduled], faults: DraftFaults) -> Draft:
         budget = self._budget
-        found = [self._look_up(entry.request, entry.max_drafts) for entry in entries]
+        found = self._look_up([entry.request for entry in entries], [entry.max_drafts for entry in entries])
         draft = Draft([[] for _ in entries], [[] for _ in entries], [() for _ in entries])
         asked = range(len(entries)) if self._model is not None else []
         if self._asks:
@@ -90,13 +90,23 @@ class HybridDrafter:
             return None
         return [chain[0]] * min(speculation.num_model_steps, entry.max_drafts)
 
-    def _look_up(self, request: Request, count: int) -> _Found:
-        """Of each lookup that finds something, at most `count` tokens."""
-        lookups = self._of(request)
-        if lookups:
-            self._budget.compare(request)
-        found = [(*lookup.lookup_judged(request, (), count), lookup.name) for lookup in lookups]
-        return [one for one in found if one[0]]
+    def _look_up(self, requests: Sequence[Request], counts: Sequence[int]) -> list[_Found]:
+        """Of each lookup that finds something for a request, at most so many tokens."""
+        found: list[_Found] = [[] for _ in requests]
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(request.speculation.mtp_strategy, []).append(number)
+        for strategy, numbers in alike.items():
+            lookups, some = self._lookups.get(strategy, ()), [requests[number] for number in numbers]
+            if lookups:
+                for request in some:
+                    self._budget.compare(request)
+            for lookup in lookups:
+                made = lookup.lookup_judged(some, [counts[number] for number in numbers])
+                for number, (token_ids, chain) in zip(numbers, made):
+                    if token_ids:
+                        found[number].append((token_ids, chain, lookup.name))
+        return found
 
     def _pick(self, b: int, request: Request, found: _Found, draft: Draft, judged: Chain | None) -> None:
         """Leaves the model's drafts, or puts a lookup's in their place; judged: what may be judged of the model's, where not all may."""

@@ -31,7 +31,7 @@ class LookupDrafter:
         pass
 
     def propose(self, entries: Sequence[Scheduled], faults: DraftFaults) -> Draft:
-        found = [self._lookup.lookup_judged(e.request, (), e.max_drafts) for e in entries]
+        found = self._lookup.lookup_judged([entry.request for entry in entries], [entry.max_drafts for entry in entries])
         return Draft([row for row, _ in found], [[self._lookup.name] * len(row) for row, _ in found], [chain for _, chain in found])
 
     def stop(self, request: Request) -> None:

@@ -35,9 +35,9 @@ class NgramLookup:
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
         return self._look_up(request, drafts, count)[0]
 
-    def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
-        found, num_matched = self._look_up(request, drafts, count)
-        return found, by_match(self.name, num_matched, len(found))
+    def lookup_judged(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[list[int], Chain]]:
+        found = [self._look_up(request, (), count) for request, count in zip(requests, counts)]
+        return [(token_ids, by_match(self.name, num_matched, len(token_ids))) for token_ids, num_matched in found]
 
     def _look_up(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], int]:
         """Tokens, and how many matched before them, counted on past max_size."""

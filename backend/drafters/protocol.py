@@ -202,8 +202,8 @@ class Lookup(Protocol):
         """At most `count` tokens to follow the request's tokens and `drafts`, which another drafter proposed."""
         ...
 
-    def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
-        """As `lookup`, with what is known of each draft: its survival estimate."""
+    def lookup_judged(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[list[int], Chain]]:
+        """As `lookup` for each of the requests, with what is known of each draft: its survival estimate."""
         ...
 
     def stop(self, request: Request) -> None: ...

@@ -20,21 +20,22 @@ they are.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from backend.budget import Chain, by_probability
+from backend.budget import NUM_SHARES, Chain, by_shares
 from backend.core import Request
+from backend.drafters import suffix_texts
 from backend.drafters.answer_file import AnswerFile
 from backend.drafters.corpus import CALL, MAX_TOKENS
+from backend.drafters.suffix_texts import Cut, Text, Texts
 from backend.errors import EngineError, RequestError
-from kernels.suffix import SuffixDraft, SuffixIndex, make_index
+from kernels.suffix import SuffixIndex, Turn, make_index, take_turns
 
 logger = logging.getLogger(__name__)
 
@@ -44,26 +45,9 @@ TOKENS_AHEAD = 2**20
 """While open requests have this many tokens in indices, the prompt of a new one, which may wait for long, goes in at its first lookup only."""
 LEAD_TOKENS = 32
 """Of a prompt's end, kept before its answer: where the prompt comes again, the answer is found from its first token on."""
-SLICE_TOKENS = 256
-"""What one call inserts."""
-PIECE_TOKENS = 1024
-"""What one call removes."""
 SAVE_SECONDS = 120.0
 """Between two times that answers are saved: a server that is killed loses no more than came since."""
-
-
-@dataclass(slots=True, eq=False)
-class _Text:
-    """A sequence in an index: a long one in pieces, each with the end of the one before at its start, so that matches cross the cuts."""
-
-    index: SuffixIndex
-    token_ids: list[int] | array[int]
-    num_inserted: int = 0
-    """Tokens that the index has; the others wait."""
-    piece_ids: list[int] = field(default_factory=list)
-    num_in_piece: int = 0
-    """In the last piece."""
-    is_evicted: bool = False
+NO_DRAFTS: tuple[list[int], Chain] = ([], ())
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +55,8 @@ class _Open:
     """An open request: all its tokens in an index of its own, its output in the shared one."""
 
     request: Request
-    text: _Text
-    answer: _Text | None = None
+    text: Text
+    answer: Text | None = None
     num_reserved: int = 0
     is_queued: bool = False
 
@@ -112,26 +96,21 @@ class SuffixLookup:
         self.max_corpus_tokens = max_corpus_tokens
         self._is_sharing, self._num_corpus_tokens = max_cached_requests != 0, sum(map(len, corpus))
         self._file = AnswerFile(cache_path, fingerprint) if cache_path is not None and self._is_sharing else None
-        self._num_shared = self._num_saved = 0  # tokens of answers that ever came here, and those that the file has or had
+        self._num_saved = 0  # tokens of answers that the file has or had
 
         self._open: dict[Request, _Open] = {}
         self._num_reserved = 0  # tokens of the open requests that are in indices, or queued
-        self._shared = make_index(max_tree_depth)
-        self._answers: deque[_Text] = deque()  # oldest first
-        self._num_cached_tokens = 0
-        self._new_ids = itertools.count()
-        self._free_ids: list[int] = []  # to use again: an index's ids are 32 bits
-
-        self._dropped: deque[SuffixIndex] = deque()  # the thread's work, in this order
-        self._removals: deque[tuple[SuffixIndex, int]] = deque()  # index, piece
-        self._behind: deque[_Open] = deque()
-        self._unshared: deque[_Text] = deque()
-        self._is_closed = self._is_broken = False
         self._wake = threading.Condition(threading.Lock())
+        self._texts = Texts(max_tree_depth, max_cached_requests, max_cached_tokens, self._wake.notify)
+        self._shared = self._texts.index
+        # The thread's work: these first, then removals, then requests that are behind, then what waits for the shared index.
+        self._dropped: deque[SuffixIndex] = deque()
+        self._behind: deque[_Open] = deque()
+        self._is_closed = self._is_broken = False
         self._has_ended = threading.Event()
         if self._file is not None:
-            self._restore(self._file.read())
-        self._unshared.extendleft(_Text(self._shared, token_ids) for token_ids in reversed(corpus))
+            self._texts.restore(self._file.read())
+        self._texts.waiting.extendleft(Text(self._shared, token_ids) for token_ids in reversed(corpus))
         self._thread = threading.Thread(target=self._run, name="suffix", daemon=True)
         self._thread.start()
         self._saver = threading.Thread(target=self._save_at_times, name="suffix file", daemon=True)
@@ -142,13 +121,13 @@ class SuffixLookup:
     def num_cached_requests(self) -> int:
         """Answers in the shared index, those of open requests too."""
         with self._wake:  # between an answer that comes and the oldest one that goes for it, there is one too many
-            return len(self._answers)
+            return len(self._texts.answers)
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of those answers, with what they are kept with of their prompts."""
         with self._wake:
-            return self._num_cached_tokens
+            return self._texts.num_cached_tokens
 
     @property
     def is_idle(self) -> bool:
@@ -158,19 +137,19 @@ class SuffixLookup:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._dropped or self._removals or self._behind or self._unshared)
+        return bool(self._dropped or self._texts.removals or self._behind or self._texts.waiting)
 
     def add_corpus(self, texts: Sequence[array[int]]) -> int:
         """Queues texts that stay, all or none -> tokens of all that have come. From any thread. Raises RequestError beyond max_corpus_tokens, and
         EngineError when closed."""
-        count, queued = sum(map(len, texts)), [_Text(self._shared, token_ids) for token_ids in texts]
+        count, queued = sum(map(len, texts)), [Text(self._shared, token_ids) for token_ids in texts]
         with self._wake:
             if self._is_closed:
                 raise EngineError("the suffix cache is closed, or has failed: the server's log says which")
             if count > (room := self.max_corpus_tokens - self._num_corpus_tokens):
                 raise RequestError(f"{CALL} has {count} tokens; there is room for {room} beside what is there: the limit is {self.max_corpus_tokens}")
             self._num_corpus_tokens += count
-            self._unshared.extend(queued)
+            self._texts.waiting.extend(queued)
             self._wake.notify()
             return self._num_corpus_tokens
 
@@ -182,7 +161,7 @@ class SuffixLookup:
         with self._wake:
             if self._is_closed or request in self._open:
                 return
-            self._open[request] = own = _Open(request, _Text(make_index(self.max_tree_depth), request.token_ids))
+            self._open[request] = own = _Open(request, Text(make_index(self.max_tree_depth), request.token_ids))
             if is_soon and self._num_reserved < TOKENS_AHEAD:
                 self._queue(own)
 
@@ -193,37 +172,35 @@ class SuffixLookup:
 
     def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
         """As `lookup`, with the score: how many of the tokens are expected to be right (0.0 to `count`)."""
-        draft = self._look_up(request, drafts, count)
-        return (draft.token_ids, draft.score) if draft is not None else ([], 0.0)
-
-    def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
-        """As `lookup`, with the evidence: the index's share of those that went on as the draft, and how long the match is."""
-        draft = self._look_up(request, drafts, count)
-        if draft is None or not draft.token_ids:
-            return [], ()
-        chances = [own / before for own, before in zip(draft.probs, (1.0, *draft.probs))]
-        return draft.token_ids, by_probability(self.name, chances, draft.match_len)
-
-    def _look_up(self, request: Request, drafts: Sequence[int], count: int) -> SuffixDraft | None:
-        """None: nothing is known to look in."""
         with self._wake:
             own = self._open.get(request)
             if own is None or count <= 0:
-                return None
-            missing = len(request.token_ids) - own.text.num_inserted
-            if missing > SLICE_TOKENS and not own.is_queued and not self._is_closed:
-                self._queue(own)
-            shared = self._shared if self._is_sharing or self._num_corpus_tokens else None
-            indices = [shared] if shared is not None else []
-            if missing <= SLICE_TOKENS and not own.is_queued:
-                if missing:
-                    self._take_in(own)
-                indices.insert(0, own.text.index)
+                return [], 0.0
+            known = (own.text.index if self._bring_up(own) else None, self._all)
+            indices = [index for index in known if index is not None]
             if not indices:
-                return None
+                return [], 0.0
             depth = self.max_tree_depth
-            context = [*request.token_ids[-depth:], *drafts][-depth:] if drafts else request.token_ids[-depth:]
-            return indices[0].speculate(context, count, self.max_spec_factor, self.min_token_prob, *indices[1:])
+            context = [*request.token_ids[-depth:], *drafts][-depth:]
+            draft = indices[0].speculate(context, count, self.max_spec_factor, self.min_token_prob, *indices[1:])
+        return draft.token_ids, draft.score
+
+    def lookup_judged(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[list[int], Chain]]:
+        """As `lookup` for each, with the evidence: the index's share of those that went on as the draft, and how long the match is."""
+        found: list[tuple[list[int], Chain]] = [NO_DRAFTS] * len(requests)
+        turns, numbers = list[Turn](), list[int]()
+        with self._wake:
+            shared = self._all
+            for number, (request, count) in enumerate(zip(requests, counts)):
+                own = self._open.get(request)
+                if own is not None and count > 0 and (turn := self._turn_of(own, count, shared)) is not None:
+                    turns.append(turn)
+                    numbers.append(number)
+            guesses = take_turns(turns, shared, self.max_spec_factor, self.min_token_prob, NUM_SHARES)
+        for number, (token_ids, chances, match_len) in zip(numbers, guesses):
+            if token_ids:
+                found[number] = token_ids, by_shares(self.name, chances, match_len)
+        return found
 
     def stop(self, request: Request) -> None:
         """Keeps the answer and drops the rest. No effect on a request that is not open."""
@@ -234,12 +211,12 @@ class SuffixLookup:
             self._num_reserved -= own.num_reserved
             self._share(own, request.token_ids[max(own.text.num_inserted, len(request.prompt_token_ids)) :])
             if own.answer is not None and own.answer.num_inserted < len(own.answer.token_ids):
-                self._unshared.appendleft(own.answer)  # before what a file restores, which can be long
+                self._texts.waiting.appendleft(own.answer)  # before what a file restores, which can be long
                 self._wake.notify()
             if len(own.text.piece_ids) > 1:  # dropped as one, 128k tokens would take 80 ms
-                self._remove(own.text)
+                self._texts.remove(own.text)
             else:
-                self._free_ids += own.text.piece_ids
+                self._texts.free(own.text.piece_ids)
                 self._dropped.append(own.text.index)
                 self._wake.notify()
 
@@ -266,83 +243,97 @@ class SuffixLookup:
         self._behind.append(own)
         self._wake.notify()
 
+    @property
+    def _all(self) -> SuffixIndex | None:
+        """The index of what all requests look in, where there is anything to come."""
+        return self._shared if self._is_sharing or self._num_corpus_tokens else None
+
+    def _turn_of(self, own: _Open, count: int, shared: SuffixIndex | None) -> Turn | None:
+        """What a request brings and asks; None: nothing is known to look in."""
+        request, text, answer = own.request, own.text, own.answer
+        start = text.num_inserted
+        token_ids = request.token_ids[start:]
+        if not own.is_queued and 0 < len(token_ids) <= suffix_texts.SLICE_TOKENS and text.has_room and start >= len(request.prompt_token_ids):
+            if not self._is_sharing:
+                text.note(len(token_ids))
+                return Turn(text.index, text.piece_ids[-1], -1, token_ids, count)
+            if answer is not None and answer.has_room and answer.is_in:
+                text.note(len(token_ids))
+                answer.note(len(token_ids))
+                self._texts.book(answer, token_ids)
+                return Turn(text.index, text.piece_ids[-1], -1 if answer.is_evicted else answer.piece_ids[-1], token_ids, count)
+        if self._bring_up(own):
+            return Turn(text.index, text.piece_ids[-1], -1, (), count)
+        return Turn(None, 0, -1, request.token_ids[-self.max_tree_depth :], count) if shared is not None else None
+
+    def _bring_up(self, own: _Open) -> bool:
+        """Has what is missing of a request inserted -> whether its own index has all now."""
+        missing = len(own.request.token_ids) - own.text.num_inserted
+        if missing > suffix_texts.SLICE_TOKENS and not own.is_queued and not self._is_closed:
+            self._queue(own)
+        if missing > suffix_texts.SLICE_TOKENS or own.is_queued:
+            return False
+        if missing:
+            self._take_in(own)
+        return True
+
     def _take_in(self, own: _Open) -> None:
         """One slice of the request's tokens."""
-        start = own.text.num_inserted
-        self._insert(own.text)
-        self._share(own, own.request.token_ids[max(start, len(own.request.prompt_token_ids)) : own.text.num_inserted])
+        self._texts.insert_cut(own.text, self._cut_next(own))
         if own.answer is not None:
-            self._insert(own.answer)
+            self._texts.insert(own.answer)
+
+    def _cut_next(self, own: _Open) -> Cut | None:
+        """Books one slice of the request's tokens; those that are output are shared."""
+        start = own.text.num_inserted
+        cut = self._texts.cut(own.text)
+        self._share(own, own.request.token_ids[max(start, len(own.request.prompt_token_ids)) : own.text.num_inserted])
+        return cut
 
     def _share(self, own: _Open, token_ids: list[int]) -> None:
-        """Books output of a request; `_insert` brings it into the shared index."""
+        """Books output of a request, which is to be inserted."""
         if not token_ids or not self._is_sharing:
             return
         if own.answer is None:
-            own.answer = _Text(self._shared, array("i", own.request.prompt_token_ids[-self.lead_tokens :] if self.lead_tokens else ()))
-            self._answers.append(own.answer)
-            self._num_cached_tokens += len(own.answer.token_ids)
+            own.answer = self._texts.begin_answer(own.request.prompt_token_ids[-self.lead_tokens :] if self.lead_tokens else ())
         if not own.answer.is_evicted:
-            own.answer.token_ids.extend(token_ids)
-            self._num_cached_tokens += len(token_ids)
-            self._num_shared += len(token_ids)
-            while self._num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._answers):
-                oldest = self._answers.popleft()
-                oldest.is_evicted = True
-                self._num_cached_tokens -= len(oldest.token_ids)
-                self._remove(oldest)
-
-    def _insert(self, text: _Text) -> None:
-        """One slice of what waits, if there is any."""
-        start = text.num_inserted
-        token_ids = text.token_ids[start : start + SLICE_TOKENS]
-        if text.is_evicted or not token_ids:
-            return
-        text.num_inserted += len(token_ids)
-        if not text.piece_ids or text.num_in_piece >= PIECE_TOKENS:
-            text.piece_ids.append(self._free_ids.pop() if self._free_ids else next(self._new_ids))
-            token_ids = text.token_ids[max(0, start - self.max_tree_depth) : text.num_inserted]
-            text.num_in_piece = 0
-        text.num_in_piece += len(token_ids)
-        text.index.extend(text.piece_ids[-1], token_ids)
-
-    def _remove(self, text: _Text) -> None:
-        self._removals.extend((text.index, piece_id) for piece_id in text.piece_ids)
-        self._wake.notify()
+            self._texts.book(own.answer, token_ids)
 
     def _work(self) -> SuffixIndex | None:
-        """One slice of what waits -> what is to be let go."""
-        if self._dropped:
-            return self._dropped.popleft()
-        if self._removals:
-            index, piece_id = self._removals.popleft()
-            index.remove(piece_id)
-            self._free_ids.append(piece_id)
-        elif self._behind:
-            own = self._behind.popleft()
-            if self._open.get(own.request) is not own:
-                return None  # ended
-            self._take_in(own)
-            own.is_queued = own.text.num_inserted < len(own.request.token_ids)
-            if own.is_queued:
-                self._behind.append(own)
-        else:
-            answer = self._unshared[0]
-            self._insert(answer)
-            if answer.is_evicted or answer.num_inserted == len(answer.token_ids):
-                self._unshared.popleft()
+        """One slice of what waits -> what is to be let go. What nobody else looks in meanwhile takes no lock."""
+        with self._wake:
+            if self._dropped:
+                return self._dropped.popleft()
+            removal = self._texts.removals[0] if self._texts.removals else None
+            if removal is not None and removal[0] is self._shared:
+                removal[0].remove(removal[1])
+                self._texts.end_removal()
+                return None
+            if removal is None and not self._behind:
+                self._texts.insert_waiting()
+                return None
+            own = None if removal is not None else self._behind[0]
+            cut = self._cut_next(own) if own is not None and self._open.get(own.request) is own else None
+        if removal is not None:  # of a request that ended
+            removal[0].remove(removal[1])
+            with self._wake:
+                self._texts.end_removal()
+        elif own is not None:
+            self._texts.insert_cut(own.text, cut)
+            with self._wake:
+                self._end_slice(own)
         return None
 
-    def _restore(self, sequences: Sequence[array[int]]) -> None:
-        """Books the answers of a file, as many of the newest as may stay; the thread inserts them, oldest first."""
-        if self.max_cached_requests > 0:
-            sequences = sequences[-self.max_cached_requests :]
-        for token_ids in reversed(sequences):
-            if self._num_cached_tokens + len(token_ids) > self.max_cached_tokens:
-                break
-            self._num_cached_tokens += len(token_ids)
-            self._answers.appendleft(_Text(self._shared, token_ids))
-        self._unshared.extend(self._answers)
+    def _end_slice(self, own: _Open) -> None:
+        """Of a request that was first among those behind."""
+        self._behind.popleft()
+        if self._open.get(own.request) is not own:
+            return  # it ended
+        if own.answer is not None:
+            self._texts.insert(own.answer)
+        own.is_queued = own.text.num_inserted < len(own.request.token_ids)
+        if own.is_queued:
+            self._behind.append(own)
 
     # -- the background threads -------------------------------------------------------------------------------------
 
@@ -354,8 +345,8 @@ class SuffixLookup:
                         self._wake.wait()
                     if self._is_closed:
                         return
-                    started = time.perf_counter()
-                    dropped = self._work()
+                started = time.perf_counter()
+                dropped = self._work()
                 del dropped  # without the lock
                 time.sleep(time.perf_counter() - started)  # lets go of the GIL and of the lock, so half of the time at least is the engine's
         except Exception:
@@ -373,9 +364,9 @@ class SuffixLookup:
         """What came since the last time, with all that is kept."""
         assert self._file is not None
         with self._wake:
-            if self._is_broken or self._num_shared == self._num_saved:
+            if self._is_broken or self._texts.num_booked == self._num_saved:
                 return
-            num_shared, texts = self._num_shared, list(self._answers)
+            num_shared, texts = self._texts.num_booked, list(self._texts.answers)
         # One by one and without the lock: the engine's thread wants it each step. Answers only ever grow.
         answers = [array("i", text.token_ids) for text in texts]
         try:
