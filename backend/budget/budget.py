@@ -62,7 +62,7 @@ class DraftBudget:
         self.keeps_up = False
         """The model drafter follows the text in the next step though it is not asked for drafts: the step is a trial without them."""
         self._next_draft_seconds = 0.0
-        self._num_requests = self._often = 1  # steps that one of a request speaks for
+        self._num_requests = self._often = self._listen_every = 1  # often: steps that one of a request speaks for
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
         self._preference = Preference()
         self.predicted = self._learning.predicted
@@ -101,17 +101,14 @@ class DraftBudget:
         for request in requests:
             own = self._of(request)
             if own.most:
-                owns = cohorts.get(own.cohort)
-                if owns is None:
-                    owns = cohorts[own.cohort] = []
-                owns.append(own)
+                cohorts.setdefault(own.cohort, []).append(own)
                 if own.is_paced:
                     paced.append(request)
         self._trials.end()
         self._applied.put(None)
         self.keeps_up = self._beside.is_left_out = False
         num_requests = self._num_requests = max(1, len(requests))
-        self._often = often_of(num_requests)
+        self._often, self._listen_every = often_of(num_requests), listen_every(num_requests) * self._limits.rarity
         if not paced and not any(cohort.group.has_others and cohort.group.kind.has_model for cohort in cohorts):
             if self._padded is not None and not requests and self._limits.chosen.limit >= 0:
                 self._applied.put(self._limits.chosen._replace(waits=False))  # what a prompt's last step drafts is for a step like those before
@@ -143,14 +140,11 @@ class DraftBudget:
 
     def _limit(self, request: Request, own: Own) -> int:
         """Of a request that the choice holds for, where steps have the rows of their tokens."""
-        if request.request_id not in self._trials.explorers and not self._are_lookups_worth(own):
+        # Where a model drafts too, it is asked or not by itself.
+        if request.request_id not in self._trials.explorers and not own.ability.num_model and not self._prices.are_lookups_worth(own):
             return 0
         assert self._applied.limit is not None
         return min(own.most, self._applied.limit) if request.num_steps_ahead and not request.speculation.num_nodes else own.most
-
-    def _are_lookups_worth(self, own: Own) -> bool:
-        """Where a model drafts too, it is asked or not by itself."""
-        return own.ability.num_model > 0 or self._prices.are_lookups_worth(own)
 
     # -- drafts that are known ----------------------------------------------------------------------------------------
 
@@ -210,14 +204,14 @@ class DraftBudget:
             return
         for settled in self._learning.compare(request, own, self._often):
             if self._padded is not None and own.ability.may_wait and not self._applied.waits:
-                self._learning.note_listened(request, own, settled, self._num_requests)
+                self._learning.note_listened(request, own, settled, self._listen_every * self._num_requests)
 
     @property
     def listens(self) -> bool:
         """Whether lookups of the host are to be asked for one request that does not wait for them, to see what they would bring."""
         if self._padded is None or self._applied.limit is None or self._applied.waits:
             return False
-        return self._trials.num_steps % listen_every(self._num_requests) == 0
+        return self._trials.num_steps % self._listen_every == 0
 
     def allot(
         self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int, parents: Sequence[Sequence[int]] = ()
@@ -228,7 +222,8 @@ class DraftBudget:
         counts = [len(chain) for chain in chains]
         if self._applied.limit is None or not self._is_exact or not self._costs.is_known:
             return counts
-        free = [n for n, r in enumerate(requests) if counts[n] and self._is_free(r)]
+        explorers = () if self._trials.is_plain else self._trials.explorers
+        free = [n for n, r in enumerate(requests) if counts[n] and self._of(r).is_paced and r.request_id not in explorers]
         if not free:
             return counts
         if self._trials.is_plain:
@@ -248,9 +243,6 @@ class DraftBudget:
     def _survive(self, request: Request, chain: Chain, parents: Sequence[int]) -> list[float]:
         found = self._survival.survivals(request.request_id, chain, parents)
         return level(found) if parents else found
-
-    def _is_free(self, request: Request) -> bool:
-        return self._of(request).is_paced and (self._trials.is_plain or request.request_id not in self._trials.explorers)
 
     # -- drafts for the step after it ---------------------------------------------------------------------------------
 

@@ -173,9 +173,9 @@ class Learning:
                 found.append(settled)
         return found
 
-    def note_listened(self, request: Request, own: Own, settled: Settled, num_requests: int) -> None:
-        """What lookups of the host would have brought a request that did not wait for them: one of so many."""
-        weight = settled.share * min(listen_every(num_requests) * num_requests, MAX_OFTEN)
+    def note_listened(self, request: Request, own: Own, settled: Settled, often: int) -> None:
+        """What lookups of the host would have brought a request that did not wait for them: one step of so many."""
+        weight = settled.share * min(often, MAX_OFTEN)
         kind, count = asking(own.kind, False, True), request.speculation.num_speculative_tokens
         self._forecast.add_expected(kind, count, _chances(len(settled.chain), settled.right), weight)
         self.note_host(own, settled.right, weight)

@@ -141,7 +141,12 @@ class Limits:
     def is_time_to_try(self) -> bool:
         """At a trial's first step."""
         self._num_trials += 1
-        return self._padded is None or self._num_trials % (1 << sum(self._num_trials > settled for settled in SETTLED)) == 0
+        return self._padded is None or self._num_trials % self.rarity == 0
+
+    @property
+    def rarity(self) -> int:
+        """How many times as rarely as at first something else is looked at."""
+        return 1 << sum(self._num_trials > settled for settled in SETTLED)
 
     def _find_speeds(
         self, groups: Mapping[Group, Sequence[Own]], num_requests: int, top: int, draft_seconds: float, has_prompts: bool

@@ -35,7 +35,7 @@ from backend.drafters.answer_file import AnswerFile
 from backend.drafters.corpus import CALL, MAX_TOKENS
 from backend.drafters.suffix_texts import Cut, Text, Texts
 from backend.errors import EngineError, RequestError
-from kernels.suffix import SuffixIndex, Turn, make_index, take_turns
+from kernels.suffix import SuffixIndex, Turn, take_turns
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class SuffixLookup:
         with self._wake:
             if self._is_closed or request in self._open:
                 return
-            self._open[request] = own = _Open(request, Text(make_index(self.max_tree_depth), request.token_ids))
+            self._open[request] = own = _Open(request, Text(None, request.token_ids))
             if is_soon and self._num_reserved < TOKENS_AHEAD:
                 self._queue(own)
 
@@ -215,7 +215,7 @@ class SuffixLookup:
                 self._wake.notify()
             if len(own.text.piece_ids) > 1:  # dropped as one, 128k tokens would take 80 ms
                 self._texts.remove(own.text)
-            else:
+            elif own.text.index is not None:
                 self._texts.free(own.text.piece_ids)
                 self._dropped.append(own.text.index)
                 self._wake.notify()

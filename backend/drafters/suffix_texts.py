@@ -21,7 +21,8 @@ PIECE_TOKENS = 1024
 class Text:
     """A sequence in an index: a long one in pieces, each with the end of the one before at its start, so that matches cross the cuts."""
 
-    index: SuffixIndex
+    index: SuffixIndex | None
+    """None: one of its own is made when it begins to come in."""
     token_ids: list[int] | array[int]
     num_inserted: int = 0
     """Tokens that the index has; the others wait."""
@@ -111,6 +112,7 @@ class Texts:
     @staticmethod
     def insert_cut(text: Text, cut: Cut | None) -> None:
         if cut is not None:
+            assert text.index is not None
             text.index.extend(cut.piece_id, cut.token_ids)
 
     def cut(self, text: Text) -> Cut | None:
@@ -119,6 +121,8 @@ class Texts:
         token_ids = text.token_ids[start : start + SLICE_TOKENS]
         if text.is_evicted or not token_ids:
             return None
+        if text.index is None:
+            text.index = make_index(self._depth)
         text.num_inserted += len(token_ids)
         if not text.has_room:
             text.piece_ids.append(self._free_ids.pop() if self._free_ids else next(self._new_ids))
@@ -128,8 +132,9 @@ class Texts:
         return Cut(text.piece_ids[-1], token_ids)
 
     def remove(self, text: Text) -> None:
-        self.removals.extend((text.index, piece_id) for piece_id in text.piece_ids)
-        self._on_work()
+        if text.index is not None and text.piece_ids:
+            self.removals.extend((text.index, piece_id) for piece_id in text.piece_ids)
+            self._on_work()
 
     def free(self, piece_ids: Sequence[int]) -> None:
         """Of an index that goes."""
