@@ -23,9 +23,14 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", int(INACTIVITY_SECONDS * 1000)),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 600_000),
+    ("grpc.keepalive_timeout_ms", 5000),
 ]
 """A server that was started anew is found within a second; gRPC's own pauses grow to two minutes. min_reconnect_backoff_ms is no pause: gRPC gives an
-attempt to connect as long, and a server that is far away or busy needs more than the other two say."""
+attempt to connect as long, and a server that is far away or busy needs more than the other two say. By keepalive_timeout_ms, which counts only where
+keepalive_time_ms is given, the system ends a connection whose network lets nothing through for so long (TCP_USER_TIMEOUT): without an end TCP tries
+again after pauses of up to two minutes, though the network be mended. Servers hang up on clients that ask for signs of life more than once in five
+minutes."""
 ANSWER_SECONDS = 600.0
 """The same for an answer that comes whole (`stream` false): nothing tells that it is on its way."""
 LATE_SECONDS = 0.5

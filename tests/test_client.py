@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import queue
 import re
 import socket
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
@@ -28,7 +30,7 @@ from tritonclient.utils import InferenceServerException
 from client import AsyncClient, Client, GenerateError, Tls, sync
 from client.http import HttpClient
 from client.loopback import is_loopback, without_proxy
-from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values, read_error
+from client.messages import CHANNEL_OPTIONS, INACTIVITY_SECONDS, make_inputs, prompt_values, read_error
 from client.silence import SignsOfLife, Watch, listening_time
 from tests.certificates import make_certificates
 
@@ -116,6 +118,16 @@ def test_a_server_that_is_long_in_answering_is_reached(ready_port: int) -> None:
             client.close()
             near.shutdown(socket.SHUT_RDWR)
             far.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_through_which_nothing_goes_ends(ready_port: int) -> None:
+    """Of a network that is cut. TCP by itself tried again less and less often: after a minute's cut nobody had an answer for another one."""
+    with Client(f"127.0.0.1:{ready_port}") as client:
+        assert client.is_ready()
+        (own,) = [found for found in psutil.Process().net_connections("tcp") if found.raddr and found.raddr.port == ready_port]
+        with socket.socket(fileno=os.dup(own.fd)) as connection:
+            limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert 1000 * INACTIVITY_SECONDS <= limit <= 5000, "milliseconds"
 
 
 def test_a_client_that_stood_still_blames_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
