@@ -1104,7 +1104,7 @@ def test_it_is_asked_whether_clients_that_wait_are_there() -> None:
     with cli.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as own:
         assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         idle, pause, count = (own.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
-        assert idle + count * pause == cli.SILENCE_SECONDS
+        assert idle + count * pause == cli.SILENCE_SECONDS > answers.STALL_SECONDS, "a reader that stalls is counted as one"
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):

@@ -19,8 +19,8 @@ DRAIN_SECONDS = 30
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection: one that closes first loses no request to the race."""
-SILENCE_SECONDS = 30
-"""Of a client's system, or of one that has no room, after which its connection ends."""
+SILENCE_SECONDS = 42
+"""Without a sign of life of a client's system, or room there, after which its connection ends: longer than a stream waits for its reader."""
 
 
 def _origin(text: str) -> str:
