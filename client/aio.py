@@ -24,6 +24,7 @@ from client.messages import (
     GenerateError,
     check_unicode,
     collect,
+    count_bytes,
     make_inputs,
     name_request,
     prompt_values,
@@ -32,7 +33,7 @@ from client.messages import (
     say_silent,
     silence_limit,
 )
-from client.silence import BUSY_SECONDS, SignsOfLife, Watch, listening_time
+from client.silence import BUSY_SECONDS, SignsOfLife, Watch, listening_time, sending_seconds
 from client.tls import DEFAULT_TLS, Tls
 
 if TYPE_CHECKING:
@@ -117,12 +118,25 @@ class AsyncClient:
         values = prompt_values(prompt, parameters)
         check_unicode("request_id", request_id)
         inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
-        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit, keep_alives)
+        sending = sending_seconds(count_bytes(values), self.url)
+        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit, keep_alives, sending=sending)
 
     async def _stream(
-        self, inputs: list[Any], request_id: str, model: str, limit: float, keep_alives: bool = False, is_patient: bool = True
+        self,
+        inputs: list[Any],
+        request_id: str,
+        model: str,
+        limit: float,
+        keep_alives: bool = False,
+        is_patient: bool = True,
+        *,
+        sending: float = 0.0,
     ) -> AsyncGenerator[Chunk, None]:
-        """is_patient: a server that sends to other streams is given more time."""
+        """is_patient: a server that sends to other streams is given more time; sending: seconds beyond the limit until the first response."""
+
+        def seconds_left(silence: float) -> float:
+            return sending + (self._signs.seconds_left(model, silence, limit) if is_patient else limit - silence)
+
         connection, is_done = self._connect(f"request {request_id!r}"), asyncio.Event()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -130,7 +144,7 @@ class AsyncClient:
             await is_done.wait()  # the stream stays open until the answer is whole
 
         responses = connection.stream_infer(requests())
-        watch = Watch(limit, responses.cancel, (lambda silence: self._signs.seconds_left(model, silence, limit)) if is_patient else None)
+        watch = Watch(limit, responses.cancel, seconds_left)
         try:
             while not is_done.is_set():
                 try:
@@ -143,7 +157,8 @@ class AsyncClient:
                     if not watch.has_fired:
                         self._check_not_closed(f"request {request_id!r}")
                         raise
-                    raise GenerateError(say_silent(request_id, limit, watch.silence), "TIMEOUT") from None
+                    raise GenerateError(say_silent(request_id, limit, watch.silence, sending), "TIMEOUT") from None
+                sending = 0.0
                 if error is not None:
                     is_done.set()
                     raise read_error(request_id, error)
@@ -172,8 +187,9 @@ class AsyncClient:
     async def infer(self, model: str, **values: Any) -> dict[str, list[Any]]:
         """The outputs of a model that gives one response, by name; text as bytes. Raises GenerateError."""
         limit, inputs = self.inactivity_timeout, make_inputs(values)
-        call = asyncio.ensure_future(self._connect(model).infer(model, inputs, client_timeout=max(limit, BUSY_SECONDS) + LATE_SECONDS))
-        watch = Watch(limit, call.cancel, lambda silence: self._signs.seconds_left(model, silence, limit))
+        sending = sending_seconds(count_bytes(values), self.url)
+        call = asyncio.ensure_future(self._connect(model).infer(model, inputs, client_timeout=max(limit, BUSY_SECONDS) + sending + LATE_SECONDS))
+        watch = Watch(limit, call.cancel, lambda silence: sending + self._signs.seconds_left(model, silence, limit))
         watch.resume()
         try:
             result = await call

@@ -13,6 +13,7 @@ from typing import Any
 
 from client.loopback import SECURE_HTTP
 from client.messages import (
+    CUT_SECONDS,
     DEFAULT_HTTP_URL,
     INACTIVITY_SECONDS,
     Chunk,
@@ -26,7 +27,7 @@ from client.messages import (
     say_silent,
     silence_limit,
 )
-from client.silence import SignsOfLife
+from client.silence import SignsOfLife, sending_seconds
 from client.tls import DEFAULT_TLS, Tls
 
 
@@ -85,20 +86,26 @@ class HttpClient:
 
     def _post(self, verb: str, values: dict[str, Any], request_id: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         body = check_unicode("the request", json.dumps({**values, "id": request_id}, ensure_ascii=False))
+        sending = sending_seconds(len(body), self.address)
         kind = http.client.HTTPConnection if self._context is None else _TlsConnection
         connection = kind(self.address, timeout=self.inactivity_timeout)
         try:
             connection.connect()
             limit = silence_limit(values, self.inactivity_timeout)
-            connection.sock = self._make_patient(connection)
-            connection.sock.be_patient(limit, lambda silence: self._signs.seconds_left(self.model, silence, limit))
+            connection.sock = own = self._make_patient(connection)
+            own.be_patient(limit, lambda silence: sending + self._signs.seconds_left(self.model, silence, limit))
+            own.settimeout(limit + sending)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux alone
+                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CUT_SECONDS)
             connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
+            own.settimeout(limit)
             response = connection.getresponse()
+            own.be_patient(limit, lambda silence: self._signs.seconds_left(self.model, silence, limit))
             if response.status != 200:
                 raise read_error(request_id, self._message(response.read()))
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise self._failure(request_id, values, error) from None
+            raise self._failure(request_id, values, error, sending) from None
         except BaseException:
             connection.close()
             raise
@@ -113,9 +120,10 @@ class HttpClient:
         assert isinstance(secure, _PatientTls)
         return secure
 
-    def _failure(self, request_id: str, values: dict[str, Any], error: Exception) -> GenerateError:
-        if isinstance(error, TimeoutError):
-            return GenerateError(say_silent(request_id, silence_limit(values, self.inactivity_timeout)), "TIMEOUT")
+    def _failure(self, request_id: str, values: dict[str, Any], error: Exception, sending: float = 0.0) -> GenerateError:
+        """sending: seconds that the request had to get there, beyond the limit."""
+        if isinstance(error, TimeoutError) and error.errno is None:  # else the system's own: nothing went through
+            return GenerateError(say_silent(request_id, silence_limit(values, self.inactivity_timeout), sending=sending), "TIMEOUT")
         return GenerateError(f"request {request_id!r}: {self.address}: {error}", "UNAVAILABLE")
 
     @staticmethod

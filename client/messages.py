@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,22 @@ DEFAULT_HTTP_URL = "127.0.0.1:8000"
 INACTIVITY_SECONDS = 4.0
 """A server that lives sends something to a stream every 1.5 seconds; after this long without anything, to any stream, it is taken for dead
 (client/silence.py)."""
+CUT_SECONDS = 5
+"""After which a connection ends whose network lets nothing through."""
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     ("grpc.max_receive_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", int(INACTIVITY_SECONDS * 1000)),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 600_000),
+    ("grpc.keepalive_timeout_ms", 1000 * CUT_SECONDS),
 ]
 """A server that was started anew is found within a second; gRPC's own pauses grow to two minutes. min_reconnect_backoff_ms is no pause: gRPC gives an
-attempt to connect as long, and a server that is far away or busy needs more than the other two say."""
+attempt to connect as long, and a server that is far away or busy needs more than the other two say. By keepalive_timeout_ms, which counts only where
+keepalive_time_ms is given, the system ends a connection whose network lets nothing through for so long (TCP_USER_TIMEOUT): without an end TCP tries
+again after pauses of up to two minutes, though the network be mended. Servers hang up on clients that ask for signs of life more than once in five
+minutes."""
 ANSWER_SECONDS = 600.0
 """The same for an answer that comes whole (`stream` false): nothing tells that it is on its way."""
 LATE_SECONDS = 0.5
@@ -177,16 +184,25 @@ def name_request(request_id: str, message: object) -> str:
     return str(message) if request_id in str(message) else f"request {request_id!r}: {message}"
 
 
-def say_silent(request_id: str, limit: float, silence: float | None = None) -> str:
-    """The message for a request whose server is taken for dead. silence: seconds, where other requests had something meanwhile."""
-    if silence is None or silence < limit + LATE_SECONDS:
-        return f"request {request_id!r}: the server sent nothing for {limit:g} s, the limit (inactivity_timeout)"
+def say_silent(request_id: str, limit: float, silence: float | None = None, sending: float = 0.0) -> str:
+    """The message for a request whose server is taken for dead. silence: seconds, where other requests had something meanwhile; sending: as many more
+    than the limit that the request had to get there."""
+    more = f", and {sending:.1f} s for the request to get there" if sending >= LATE_SECONDS else ""
+    if silence is None or silence < limit + sending + LATE_SECONDS:
+        return f"request {request_id!r}: the server sent nothing for {limit:g} s, the limit (inactivity_timeout){more}"
     return f"request {request_id!r}: the server sent it nothing for {silence:.0f} s, though others something (inactivity_timeout {limit:g} s)"
 
 
 def silence_limit(values: dict[str, Any], inactivity_timeout: float) -> float:
     """Seconds without a response after which a request's server is taken for dead."""
     return inactivity_timeout if values.get("stream", True) else max(ANSWER_SECONDS, inactivity_timeout)
+
+
+def count_bytes(values: Mapping[str, Any]) -> int:
+    """Of a gRPC request with these inputs, about."""
+    texts = (v if isinstance(v, bytes) else v.encode("utf-8", "replace") for v in values.values() if isinstance(v, (str, bytes)))
+    lists = (v for v in values.values() if isinstance(v, (list, tuple, np.ndarray)))
+    return sum(map(len, texts)) + sum(4 * len(v) for v in lists)
 
 
 def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:

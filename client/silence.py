@@ -7,11 +7,20 @@ import time
 import weakref
 from collections.abc import Callable
 
+from client.loopback import is_loopback
+
 BUSY_SECONDS = 60.0
 """For which a stream may have nothing from a model that sends to the same client's other streams. A server gives its signs of life one after the
 other: of 1,000 requests that came at once the last ones had theirs after 4.4 s, of 2,000 after 16 (two cores, measured)."""
+LEAST_RATE = 10_000
+"""Bytes a second of the slowest network on which a request is waited for until it can have reached its server, which then shows signs of life."""
 TICK_SECONDS = 0.1
 LONGEST_TICK = 1.5 * TICK_SECONDS
+
+
+def sending_seconds(num_bytes: int, address: str) -> float:
+    """For which a server may be silent beyond any limit, because a request of so many bytes is on its way to it."""
+    return 0.0 if is_loopback(address) else num_bytes / LEAST_RATE
 
 
 class SignsOfLife:

@@ -24,6 +24,7 @@ from client.messages import (
     GenerateError,
     check_unicode,
     collect,
+    count_bytes,
     make_inputs,
     name_request,
     prompt_values,
@@ -32,7 +33,7 @@ from client.messages import (
     say_silent,
     silence_limit,
 )
-from client.silence import SignsOfLife
+from client.silence import SignsOfLife, sending_seconds
 from client.tls import DEFAULT_TLS, Tls
 
 if TYPE_CHECKING:
@@ -110,15 +111,16 @@ class Client:
         values = prompt_values(prompt, parameters)
         check_unicode("request_id", request_id)
         inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
-        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit)
+        sending = sending_seconds(count_bytes(values), self.url)
+        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit, sending)
 
     def _stream(
-        self, inputs: list[triton_grpc.InferInput], request_id: str, model: str, limit: float, is_patient: bool = True
+        self, inputs: list[triton_grpc.InferInput], request_id: str, model: str, limit: float, sending: float = 0.0, *, is_patient: bool = True
     ) -> Generator[Chunk, None, None]:
-        """is_patient: a server that sends to other streams is given more time."""
+        """sending: seconds beyond the limit until the first response; is_patient: a server that sends to other streams is given more time."""
 
         def seconds_left(silence: float) -> float:
-            return self._signs.seconds_left(model, silence, limit) if is_patient else limit - silence
+            return sending + (self._signs.seconds_left(model, silence, limit) if is_patient else limit - silence)
 
         received: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         connection = self._take()
@@ -132,7 +134,8 @@ class Client:
                     result, error = get_in_time(received, limit, seconds_left)
                 except queue.Empty:
                     is_silent = True
-                    raise GenerateError(say_silent(request_id, limit, time.monotonic() - asked), "TIMEOUT") from None
+                    raise GenerateError(say_silent(request_id, limit, time.monotonic() - asked, sending), "TIMEOUT") from None
+                sending = 0.0
                 if error is not None:
                     is_done = True
                     raise read_error(request_id, error)

@@ -69,6 +69,15 @@ SHARED_BYTES = 8 * 2**20
 """Of shared memory that each model's process begins with, and grows by: both processes map it anew each time. Release 24.10 begins with 1 MiB, which
 a dozen long prompts fill."""
 
+KEEPALIVE = {
+    "grpc-keepalive-time": 60_000,
+    "grpc-keepalive-timeout": 20_000,
+    "grpc-keepalive-permit-without-calls": 1,
+    "grpc-http2-max-pings-without-data": 0,
+}
+"""By which a gRPC client that says nothing is asked whether it is there; times in milliseconds. Without them a connection whose client vanished
+without a word (a machine that sleeps, a network that is cut) stays for as long as the server lives, where nothing is under way on it."""
+
 
 def server_command(server: Server, config: ServeConfig, repository: Path, key: str) -> tuple[list[str], dict[str, str]]:
     """tritonserver's command line and environment. key: what RESTRICTED_APIS ask for. Raises LaunchError for a host that is no address."""
@@ -93,6 +102,8 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
         command += ["--grpc-use-ssl=1", f"--grpc-server-cert={config.grpc_server_cert}", f"--grpc-server-key={config.grpc_server_key}"]
     if config.grpc_root_cert is not None:
         command += ["--grpc-use-ssl-mutual=1", f"--grpc-root-cert={config.grpc_root_cert}"]
+    given = {option.removeprefix("--").partition("=")[0] for option in config.triton_options}
+    command += [f"--{name}={value}" for name, value in KEEPALIVE.items() if name not in given]
     if COMPLETE_OPTION in server.options:
         command.append(f"--{COMPLETE_OPTION}")
     if INPUT_LIMIT_OPTION in server.options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import queue
 import re
 import socket
@@ -21,14 +22,15 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from client import AsyncClient, Client, GenerateError, Tls, sync
+from client import AsyncClient, Client, GenerateError, Tls, silence, sync
 from client.http import HttpClient
 from client.loopback import is_loopback, without_proxy
-from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values, read_error
+from client.messages import CHANNEL_OPTIONS, CUT_SECONDS, INACTIVITY_SECONDS, count_bytes, make_inputs, prompt_values, read_error
 from client.silence import SignsOfLife, Watch, listening_time
 from tests.certificates import make_certificates
 
@@ -116,6 +118,16 @@ def test_a_server_that_is_long_in_answering_is_reached(ready_port: int) -> None:
             client.close()
             near.shutdown(socket.SHUT_RDWR)
             far.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_through_which_nothing_goes_ends(ready_port: int) -> None:
+    """Of a network that is cut. TCP by itself tried again less and less often: after a minute's cut nobody had an answer for another one."""
+    with Client(f"127.0.0.1:{ready_port}") as client:
+        assert client.is_ready()
+        (own,) = [found for found in psutil.Process().net_connections("tcp") if found.raddr and found.raddr.port == ready_port]
+        with socket.socket(fileno=os.dup(own.fd)) as connection:
+            limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert limit == 1000 * CUT_SECONDS and INACTIVITY_SECONDS < CUT_SECONDS <= 5, "in milliseconds; streams that wait are told before"
 
 
 def test_a_client_that_stood_still_blames_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +246,81 @@ def test_a_server_that_sends_to_others_is_not_silent_to_an_asynchronous_client(t
                 await client.generate("x", request_id="lost")
 
     asyncio.run(ask())
+
+
+class _SilentAtFirst(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers the request `far` after 2.5 s; to `begun` it has said at once that it lives."""
+
+    def ModelStreamInfer(self, request_iterator, context):
+        request = next(iter(request_iterator))
+        if request.id == "begun":
+            yield service_pb2.ModelStreamInferResponse(infer_response=service_pb2.ModelInferResponse(id=request.id))
+        threading.Event().wait(2.5)
+        yield _whole(request.id)
+
+
+class _SilentAtFirstByHttp(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        is_begun = json.loads(self.rfile.read(int(self.headers["content-length"])))["id"] == "begun"
+        for text in [b'data: {"text_output": ""}\n\n'] * is_begun + [b'data: {"finish_reason": "stop"}\n\n']:
+            if b"stop" in text:
+                time.sleep(2.5)
+            with contextlib.suppress(OSError):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n" * (not is_begun or b"stop" not in text) + text)
+                self.wfile.flush()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def slow_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network of 10 bytes a second, to all servers."""
+    monkeypatch.setattr(silence, "is_loopback", lambda address: False)
+    monkeypatch.setattr(silence, "LEAST_RATE", 10)
+
+
+ON_ITS_WAY = "x" * 300
+TOO_LONG = r"'begun': the server sent nothing for 1 s, the limit \(inactivity_timeout\)$"
+
+
+def test_a_request_on_its_way_is_not_the_servers_silence(slow_way: None) -> None:
+    """A prompt of 80 kB over 10 kB/s takes 8 s: for 4 the server had said nothing. Once it has, the limit is the same for all."""
+    with serving(_SilentAtFirst()) as port, Client(f"127.0.0.1:{port}", inactivity_timeout=1.0) as client:
+        assert client.generate(ON_ITS_WAY, request_id="far")[0].finish_reason == "stop"
+        with pytest.raises(GenerateError, match=TOO_LONG):
+            client.generate(ON_ITS_WAY, request_id="begun")
+        with pytest.raises(GenerateError, match=r"'far': the server sent nothing for 1 s, .* and 0\.5 s for the request to get there"):
+            client.generate("x" * 5, request_id="far")
+
+
+def test_a_request_of_an_asynchronous_client_on_its_way(slow_way: None) -> None:
+    async def ask(port: int) -> None:
+        async with AsyncClient(f"127.0.0.1:{port}", inactivity_timeout=1.0) as client:
+            assert (await client.generate(ON_ITS_WAY, request_id="far"))[0].finish_reason == "stop"
+            with pytest.raises(GenerateError, match=TOO_LONG):
+                await client.generate(ON_ITS_WAY, request_id="begun")
+
+    with serving(_SilentAtFirst()) as port:
+        asyncio.run(ask(port))
+
+
+def test_a_request_by_http_on_its_way(slow_way: None) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _SilentAtFirstByHttp)
+    threading.Thread(target=server.serve_forever).start()
+    client = HttpClient(f"127.0.0.1:{server.server_port}", inactivity_timeout=1.0)
+    try:
+        assert client.generate(ON_ITS_WAY, request_id="far")[0].finish_reason == "stop"
+        with pytest.raises(GenerateError, match=TOO_LONG):
+            client.generate(ON_ITS_WAY, request_id="begun")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_how_long_a_request_is_on_its_way() -> None:
+    assert silence.sending_seconds(80_000, "10.0.0.1:8001") == silence.sending_seconds(80_000, "grpcs://models.example:443") == 8.0
+    assert silence.sending_seconds(80_000, "127.0.0.1:8001") == 0.0
+    assert count_bytes({"text_input": "é" * 50, "input_ids": [1, 2, 3], "max_tokens": 4, "speculative": b"{}"}) == 114
 
 
 class _Holds(service_pb2_grpc.GRPCInferenceServiceServicer):

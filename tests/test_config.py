@@ -1322,6 +1322,11 @@ def test_server_command() -> None:
     alone = launcher.server_command(found, options.ServeConfig(supervise=False), Path("/repo"), "k")[0]
     assert restricted <= set(command) and restricted <= set(alone)
     assert not any("--model-control-mode" in part for part in alone) and "--exit-timeout-secs=30" in alone
+    assert {f"--{name}={value}" for name, value in launcher.KEEPALIVE.items()} <= set(command), "who vanishes without a word leaves no connection"
+    taken = server.Server(Path("/t"), options=frozenset(launcher.KEEPALIVE))
+    own = options.ServeConfig(triton_options=("grpc-keepalive-time=9000",))
+    times = [part for part in launcher.server_command(taken, own, Path("/repo"), "k")[0] if "keepalive-time=" in part]
+    assert times == ["--grpc-keepalive-time=9000"], "who has another wish has it"
     config = options.ServeConfig(supervise=False, model_control_mode="explicit")
     assert explicit <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from redis import Connection, RedisError
 from redis import ConnectionError as RedisConnectionError
-from redis import RedisError
 
 from backend import SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
@@ -634,6 +634,31 @@ def test_jobs_that_wait_are_counted(redis: RedisServer) -> None:
     client.xack(stream, GROUP, ids[1])
     client.xdel(stream, ids[1])
     assert count_waiting(client, stream) == (3, time_of(ids[2]))
+
+
+def test_a_redis_that_is_slow_does_not_slow_the_signs_of_life(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With answers that took 0.6 s nodes had three heartbeats between two signs of life, and took each other for dead."""
+    now, pauses, took = 100.0, list[float](), [0.25, 0.75, 0.0]
+    config = DisaggregationConfig(role="prefill", scheduler_port=redis.port, heartbeat_seconds=0.5)
+    node = Node(config, lambda node_id: NodeInfo(node_id, "prefill", VERSION, "", {}, [], 0, []), lambda message: None)
+
+    def exchange() -> None:
+        nonlocal now
+        now += took.pop()
+        if not took:
+            node._is_stopping.set()
+
+    monkeypatch.setattr(node_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(node, "_exchange", exchange)
+    monkeypatch.setattr(node._is_stopping, "wait", pauses.append)
+    node._beat()
+    assert pauses == [0.5, 0.0, 0.25]
+    monkeypatch.undo()
+    client, stream, sent = redis.client, "idle", list[object]()
+    client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+    send = Connection.send_packed_command
+    monkeypatch.setattr(Connection, "send_packed_command", lambda self, *command, **options: (sent.append(command), send(self, *command, **options)))
+    assert count_waiting(client, stream) == (0, 0.0) and len(sent) == 1, "round trips, for which the next one waits"
 
 
 # -- nodes that do as they should ----------------------------------------------------------------------------------------

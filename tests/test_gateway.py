@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import openai
+import psutil
 import pytest
 import torch
 import uvicorn
@@ -31,7 +32,7 @@ from backend.config import BUNDLED_MODEL
 from backend.text import Tokenizer
 from backend.version import VERSION
 from client import AsyncClient, Client, GenerateError
-from client.gateway import answers, entrance, protocol
+from client.gateway import answers, cli, entrance, protocol
 from client.gateway.app import Settings, create_app
 from client.gateway.protocol import LimitedHeadProtocol
 from client.gateway.upstream import FRESH_SECONDS
@@ -1055,11 +1056,10 @@ def test_what_would_never_do_is_said_at_the_start(option, message, capsys):
 
 
 @contextlib.contextmanager
-def gateway_in_this_process(grpc: str) -> Iterator[str]:
+def gateway_in_this_process(grpc: str, silence: int = cli.SILENCE_SECONDS) -> Iterator[str]:
     """Its address. Where limits of the application are shortened; with small buffers."""
-    listener = socket.socket()
+    listener = cli.listen("127.0.0.1", 0, silence)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # for the connections too
-    listener.bind(("127.0.0.1", 0))
     app = create_app(Settings(grpc))
     gateway = uvicorn.Server(uvicorn.Config(app, http=LimitedHeadProtocol, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=gateway.run, args=([listener],))
@@ -1078,6 +1078,33 @@ def test_a_reader_that_stays_stalled_is_dropped(server, monkeypatch):
         while read_metric(address, "stalled_clients") == 0:
             assert complete(api, max_tokens=2).usage.completion_tokens == 2
         assert wait_until(lambda: server.metric("foretoken_requests_running") == 0)
+
+
+def test_connections_of_clients_that_take_nothing_more_end(server, monkeypatch):
+    """That of a stream that was dropped stayed, with what was written to it, until somebody read that; one whose answer was whole, likewise."""
+    monkeypatch.setattr(answers, "STALL_SECONDS", 1.0)
+
+    def has_any_of(ports: set[int]) -> bool:
+        return any(found.raddr and found.raddr.port in ports for found in psutil.Process().net_connections("tcp4") if found.laddr.port == port)
+
+    whole = {**WORDY, "stream": False, "max_tokens": 64}
+    with (
+        gateway_in_this_process(server.grpc, silence=2) as address,
+        send_request(address, WORDY, receive_buffer=4096) as streamed,
+        send_request(address, whole, receive_buffer=4096) as unread,
+    ):
+        port = int(address.rpartition(":")[2])
+        own = {client.getsockname()[1] for client in (streamed, unread)}
+        assert wait_until(lambda: has_any_of(own))
+        assert wait_until(lambda: read_metric(address, "stalled_clients") == 1 and not has_any_of(own)), "they stay"
+
+
+def test_it_is_asked_whether_clients_that_wait_are_there() -> None:
+    """Of one that vanishes without a word while its answer is computed nothing else tells."""
+    with cli.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as own:
+        assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, pause, count = (own.getsockopt(socket.IPPROTO_TCP, name) for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
+        assert idle + count * pause == cli.SILENCE_SECONDS > answers.STALL_SECONDS, "a reader that stalls is counted as one"
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):

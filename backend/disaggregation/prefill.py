@@ -291,9 +291,13 @@ def count_waiting(client: Any, stream: str) -> tuple[int, float]:
 
     The server's own count (`lag`) is unknown while an older job than one that is done is under way.
     """
-    group = next((group for group in client.xinfo_groups(stream) if group["name"] == GROUP.encode()), None)
+    pipe = client.pipeline(transaction=False)  # one round trip: the next sign of life waits for it
+    pipe.xinfo_groups(stream)
+    pipe.xlen(stream)
+    groups, length = pipe.execute()
+    group = next((group for group in groups if group["name"] == GROUP.encode()), None)
     if group is None:
         return 0, 0.0
-    waiting = max(0, client.xlen(stream) - group["pending"])  # those that were taken are there until they are done
+    waiting = max(0, length - group["pending"])  # those that were taken are there until they are done
     first = client.xrange(stream, min=b"(" + group["last-delivered-id"], count=1) if waiting else []
     return (waiting, time_of(first[0][0])) if first else (0, 0.0)

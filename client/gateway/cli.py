@@ -19,6 +19,8 @@ DRAIN_SECONDS = 30
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection: one that closes first loses no request to the race."""
+SILENCE_SECONDS = 42
+"""Without a sign of life of a client's system, or room there, after which its connection ends: longer than a stream waits for its reader."""
 
 
 def _origin(text: str) -> str:
@@ -88,6 +90,25 @@ def listen_on(host: str | None, has_keys: bool) -> str:
     return host or ("0.0.0.0" if has_keys else "127.0.0.1")
 
 
+def listen(host: str, port: int, silence: int = SILENCE_SECONDS) -> socket.socket:
+    """Its connections, which have these options from it, end when the other side has shown no sign of life for so many seconds, or has taken nothing
+    of what is sent: of one that vanishes without a word (a machine that sleeps, a network that is cut) TCP by itself tells after a quarter of an
+    hour, or never. Raises OSError, OverflowError, TypeError for an address, or a port, that can be none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_any = host == "::" and socket.has_dualstack_ipv6()  # IPv4's too, as everywhere else
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    pause = max(1, silence // 6)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 3 * pause),
+        (socket.TCP_KEEPINTVL, pause),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 1000 * silence),
+    ):
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
+    return listener
+
+
 def run(args: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM; then running requests may finish. Returns the exit status."""
     try:
@@ -135,14 +156,12 @@ def run(args: argparse.Namespace) -> int:
     origins, metrics_urls = tuple(args.cors_origin), tuple(args.metrics_url)
     app = create_app(Settings(args.url, "decode", names, keys, admin_keys, origins, args.max_body_bytes, metrics_urls, args.vllm_metrics, tls))
     try:  # before anything is served: who started the gateway must learn of it
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        is_any = host == "::" and socket.has_dualstack_ipv6()  # IPv4's too, as everywhere else
-        listener = socket.create_server((host, args.port), family=family, backlog=BACKLOG, dualstack_ipv6=is_any)
-    except (OSError, OverflowError, TypeError) as error:  # a port, or a name, that can be none
+        listener = listen(host, args.port)
+    except (OSError, OverflowError, TypeError) as error:
         message = f"cannot listen on {host}, port {args.port}: {error}; choose another address with --host, --port"
         print(f"foretoken gateway: {message}", file=sys.stderr)
         return 1
-    address = f"[{host}]" if family == socket.AF_INET6 else host
+    address = f"[{host}]" if listener.family == socket.AF_INET6 else host
     logging.getLogger("foretoken.gateway").info("OpenAI's interface and the page: http://%s:%d", address, listener.getsockname()[1])
     config = uvicorn.Config(
         app,
