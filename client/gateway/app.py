@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from client.gateway.aliases import alias
 from client.gateway.answers import Answer
+from client.gateway.bodies import JsonRoute
 from client.gateway.entrance import ERROR_CODE, PATHS, ApiKeys, BodyLimit, OtherPaths, RequestLog
 from client.gateway.errors import ApiError, from_server, from_unreadable, from_validation, hide_places
 from client.gateway.fleet import Fleet, is_fleet, split_addresses
@@ -102,6 +103,7 @@ def create_app(settings: Settings) -> FastAPI:
         await upstream.close()
 
     app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = JsonRoute
     # The last one added is the first to be passed.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
