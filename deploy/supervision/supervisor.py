@@ -225,7 +225,8 @@ class Supervisor:
                 return "the server is stopped (SIGSTOP)"
             if not is_hidden and has_children(self._process.pid):  # it has read its arguments, and loads models
                 is_hidden = True
-                if not hide_argument(self._process.pid, self._api.key):
+                are_hidden = [hide_argument(self._process.pid, secret) for secret in self._api.secrets]
+                if not all(are_hidden):
                     logger.warning("the key of the restricted APIs stays on the server's command line: users of this machine can read it")
             self._note_regions()
             if time.monotonic() >= memory_due:
