@@ -357,6 +357,7 @@ def supervise(
         hang_seconds=config.hang_seconds,
         max_restarts=config.max_restarts,
         stopped_seconds=stopped_seconds,
+        start_seconds=math.inf if config.start_seconds is None else config.start_seconds,
         max_server_memory=None if config.max_server_memory is None else int(config.max_server_memory),
     )
     if config.status_port:

@@ -33,7 +33,7 @@ COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "wit
 ANY_ADDRESS = ("0.0.0.0", "::")
 LEAST_SERVER_MEMORY = 128 * 2**20
 """A tritonserver that answers holds some: one with a smaller limit would be drained and started again for ever."""
-MAX_RESTARTS, MAX_DRAIN_SECONDS, MAX_LOG_VERBOSE = 10**6, 7 * 86400, 100
+MAX_RESTARTS, MAX_DRAIN_SECONDS, MAX_START_SECONDS, MAX_LOG_VERBOSE = 10**6, 7 * 86400, 7 * 86400, 100
 GATEWAY_KEYS = ("served_model_name", "api_keys", "admin_keys", "cors_origins", "vllm_metrics", "max_body_bytes")
 
 
@@ -102,6 +102,10 @@ class ServeConfig(Section):
     """Of the supervisor's /health, /live and /metrics; 0: none."""
     hang_seconds: float = 30.0
     """A model that neither answers nor gets on with its work for this long is taken for hung: longer than the longest step."""
+    start_seconds: float | None = 3600.0
+    """A model that is being loaded, and whose processes neither compute nor read for this long, has failed: the server is ended, and started again
+    once. Whatever they do begins it anew, so that a checkpoint may take as long as it takes. One whose process has ended has hang_seconds. null: no
+    limit."""
     max_restarts: int = 5
     """Restarts of the server at once, and attempts to load a model before the server is restarted. One more restart is earned every 30 seconds, so
     that a server that crashes again and again is always back within that time. 0: none, the first failure ends this process with status 1."""
@@ -114,6 +118,8 @@ class ServeConfig(Section):
     def __post_init__(self) -> None:
         if not 1 <= self.hang_seconds <= 3600:
             raise ConfigError(f"hang_seconds must be from 1 to 3600, got {self.hang_seconds}")
+        if self.start_seconds is not None and not 10 <= self.start_seconds <= MAX_START_SECONDS:
+            raise ConfigError(f"start_seconds must be from 10 to {MAX_START_SECONDS}, or null for no limit, got {self.start_seconds}")
         for key, most in (("max_restarts", MAX_RESTARTS), ("drain_seconds", MAX_DRAIN_SECONDS), ("log_verbose", MAX_LOG_VERBOSE)):
             require(0 <= getattr(self, key) <= most, key, getattr(self, key), f"from 0 to {most}")
         if self.model_control_mode not in MODEL_CONTROL_MODES:
@@ -288,6 +294,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="watch the models and bring back what dies (default: on); without, this process becomes the server",
     )
     running.add_argument("--hang-seconds", type=float, metavar="S", help="a model without an answer or progress for so long is hung (default 30)")
+    running.add_argument("--start-seconds", type=float, metavar="S", help="a load that does not get on for so long has failed (default 3600)")
     running.add_argument("--max-restarts", type=int, metavar="N", help="restarts at once; then one every 30 s (default 5; 0: none, end instead)")
     running.add_argument("--max-server-memory", metavar="SIZE", help="tritonserver beyond it is drained and restarted (default 4GiB)")
     running.add_argument("--model-control-mode", metavar="MODE", help="with --no-supervise: explicit lets you unload and load models (default none)")
