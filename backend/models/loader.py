@@ -62,7 +62,7 @@ class Checkpoint:
         A sum tells, since nothing that is added to NaN or infinity is a number again, and needs no room; it is waited for with those of a layer.
         """
         if all(name in self for name in names):
-            self._sums.append((tuple(names), (tensor.flatten(1).sum(1) if len(names) > 1 else tensor.sum()[None])))
+            self._sums.append((tuple(names), tensor.sum(tuple(range(1, tensor.dim()))) if len(names) > 1 else tensor.sum()[None]))
 
     def check_finite(self) -> None:
         """Raises ModelError that names the first weight watched that is not finite, and its file, or warns of it."""
