@@ -17,7 +17,7 @@ from deploy.supervision.processes import Stub, dump_threads, find_ended, find_st
 from deploy.supervision.watch import ModelState
 
 SAMPLE_SECONDS = 2.0
-"""Between two looks at how far the processes are. Whether they run is looked at each time."""
+"""Between two looks at how far the processes are: each goes through all of the machine's."""
 MAX_SAMPLE_SECONDS = 2 * SAMPLE_SECONDS
 """What is beyond that, this process did not run: nor did the others, where the machine stood still."""
 BUSY_SHARE = 0.02
@@ -76,22 +76,23 @@ class Loads:
         self._server_pid = server_pid
         self._start_seconds, self._hang_seconds = start_seconds, hang_seconds
         self._loads: dict[str, _Load] = {}
+        self._looked = -math.inf
 
     def find(self, states: Sequence[ModelState], now: float) -> str | None:
         """Why the server must be started again: a model whose load has not got on for as long as the limit. To be called all the time."""
         loading = {state.name: state for state in states if state.state == "loading"}
         self._loads = {name: load for name, load in self._loads.items() if name in loading and load.since == loading[name].since}
-        if not loading:
+        if not loading or now - self._looked < SAMPLE_SECONDS:
             return None
+        self._looked = now
         stubs = find_stubs(self._server_pid)
         for name, state in loading.items():
             load = self._loads.setdefault(name, _Load(state.since, now))
             own = [stub for stub in stubs if stub.model == name]
             load.stubs.update(own)
-            if now - load.sampled >= SAMPLE_SECONDS:
-                self._sample(load, [stub.pid for stub in own], now)
-                if (failure := self._judge(name, load)) is not None:
-                    return failure
+            self._sample(load, [stub.pid for stub in own], now)
+            if (failure := self._judge(name, load)) is not None:
+                return failure
         return None
 
     def _sample(self, load: _Load, pids: list[int], now: float) -> None:
