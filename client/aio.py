@@ -13,6 +13,7 @@ import grpc
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
+from client.headers import NO_HEADERS, AddHeaders, Headers
 from client.messages import (
     CANCEL_SECONDS,
     CHANNEL_OPTIONS,
@@ -47,13 +48,20 @@ END_SECONDS = 1.0
 class AsyncClient:
     """Completes prompts on a running server; all streams share one connection, which is of the event loop of the first request.
 
-    url, tls: as Client's. After `close` its requests, those under way too, raise GenerateError; in another event loop, RuntimeError.
+    url, tls, headers: as Client's. After `close` its requests, those under way too, raise GenerateError; in another event loop, RuntimeError.
     """
 
     def __init__(
-        self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS, tls: Tls = DEFAULT_TLS
+        self,
+        url: str = DEFAULT_GRPC_URL,
+        *,
+        model: str = "decode",
+        inactivity_timeout: float = INACTIVITY_SECONDS,
+        tls: Tls = DEFAULT_TLS,
+        headers: Headers = NO_HEADERS,
     ) -> None:
         self.url = url
+        self._add_headers = AddHeaders(headers)
         self._channel = tls.channel_arguments(url, CHANNEL_OPTIONS)
         self.model = model
         self.inactivity_timeout = inactivity_timeout
@@ -86,6 +94,7 @@ class AsyncClient:
         if self._connection is None:
             self._loop = asyncio.get_running_loop()
             self._connection = triton_aio.InferenceServerClient(**self._channel)
+            self._connection.register_plugin(self._add_headers)
         self._check_loop()
         return self._connection
 

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from client.headers import add_header_arguments, read_headers
 from client.loopback import check_address
 from client.messages import DEFAULT_GRPC_URL, Completion, GenerateError
 from client.sync import Client
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the server's gRPC address, by TLS grpcs://HOST:PORT (default {DEFAULT_GRPC_URL})",
     )
     add_tls_arguments(parser)
+    add_header_arguments(parser)
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of the answer at most (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share together")
@@ -74,9 +76,9 @@ def stream_to_terminal(client: Client, **values: Any) -> tuple[Completion, str]:
 
 
 def connect(args: argparse.Namespace) -> Client | None:
-    """None: with these certificates it cannot be, which was said."""
+    """None: with these certificates or headers it cannot be, which was said."""
     try:
-        return Client(args.url, tls=read_tls(args))
+        return Client(args.url, tls=read_tls(args), headers=read_headers(args))
     except ValueError as error:
         print(f"foretoken {args.command}: {error}", file=sys.stderr)
         return None

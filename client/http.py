@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from client.headers import NO_HEADERS, Headers, check_headers
 from client.loopback import SECURE_HTTP
 from client.messages import (
     CUT_SECONDS,
@@ -69,12 +70,19 @@ class _TlsConnection(http.client.HTTPConnection):
 class HttpClient:
     """Completes prompts over HTTP. Each request has a connection of its own; closing it cancels the request.
 
-    url: HOST:PORT, or https://HOST:PORT, which a proxy before the server speaks: it has no TLS there of its own. tls: as Client's.
+    url: HOST:PORT, or https://HOST:PORT, which a proxy before the server speaks: it has no TLS there of its own. tls, headers: as Client's.
     """
 
     def __init__(
-        self, url: str = DEFAULT_HTTP_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS, tls: Tls = DEFAULT_TLS
+        self,
+        url: str = DEFAULT_HTTP_URL,
+        *,
+        model: str = "decode",
+        inactivity_timeout: float = INACTIVITY_SECONDS,
+        tls: Tls = DEFAULT_TLS,
+        headers: Headers = NO_HEADERS,
     ) -> None:
+        self._headers = {"Content-Type": "application/json", **check_headers(headers)}
         tls.check_use([url])
         self._context, self._server_name = tls.context_of(url), tls.server_name
         if self._context is not None:
@@ -97,7 +105,7 @@ class HttpClient:
             own.settimeout(limit + sending)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux alone
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CUT_SECONDS)
-            connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
+            connection.request("POST", f"/v2/models/{self.model}/{verb}", body, self._headers)
             own.settimeout(limit)
             response = connection.getresponse()
             own.be_patient(limit, lambda silence: self._signs.seconds_left(self.model, silence, limit))

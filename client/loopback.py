@@ -6,6 +6,7 @@ import ipaddress
 import ssl
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 SECURE_GRPC, SECURE_HTTP = "grpcs://", "https://"
@@ -40,8 +41,8 @@ def without_proxy(options: list[tuple[str, Any]], address: str) -> list[tuple[st
     return [*options, ("grpc.enable_http_proxy", 0)] if is_loopback(address) else options
 
 
-def open_url(url: str, timeout: float, context: ssl.SSLContext | None = None) -> Any:
+def open_url(url: str, timeout: float, context: ssl.SSLContext | None = None, headers: Mapping[str, str] | None = None) -> Any:
     """`urllib.request.urlopen`, without a proxy where the URL is this machine's. context: of https:// ones."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
     handlers += [urllib.request.ProxyHandler({})] if is_loopback(url) else []
-    return urllib.request.build_opener(*handlers).open(url, timeout=timeout)
+    return urllib.request.build_opener(*handlers).open(urllib.request.Request(url, headers=dict(headers or {})), timeout=timeout)

@@ -172,11 +172,16 @@ def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]
         values["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
     for name, value in values.items():
         check_numbers(name, value)
-    for name in ("logit_bias", "speculative", "structured_outputs", "tools", "tool_choice", "messages", "chat_template_kwargs", "suffix_corpus"):
-        if name in values and not isinstance(values[name], str):
-            # Characters as they are: half a surrogate pair is found before it is sent, as in any text.
-            values[name] = json.dumps(values[name], ensure_ascii=False)
-    return values
+    return write_json(values)
+
+
+_JSON = ("logit_bias", "speculative", "structured_outputs", "tools", "tool_choice", "messages", "chat_template_kwargs", "suffix_corpus")
+
+
+def write_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Inputs by name, those that the server takes as JSON written, unless they are already. Raises what json.dumps does."""
+    # Characters as they are: half a surrogate pair is found before it is sent, as in any text.
+    return {name: json.dumps(v, ensure_ascii=False) if name in _JSON and not isinstance(v, str) else v for name, v in values.items()}
 
 
 def name_request(request_id: str, message: object) -> str:

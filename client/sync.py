@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+from client.headers import NO_HEADERS, AddHeaders, Headers
 from client.messages import (
     CANCEL_SECONDS,
     CHANNEL_OPTIONS,
@@ -44,13 +45,20 @@ class Client:
     """Completes prompts on a running server. Thread-safe: each stream has a connection of its own, kept for the next.
 
     url: HOST:PORT, or grpcs://HOST:PORT for TLS. model: `decode` (cancellation reaches it at once) or the ensemble `generate`.
-    tls: certificates. Raises ValueError for those that cannot be used.
+    tls: certificates; headers: sent with every request, such as the key of restricted interfaces. Raises ValueError for those that cannot be used.
     """
 
     def __init__(
-        self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS, tls: Tls = DEFAULT_TLS
+        self,
+        url: str = DEFAULT_GRPC_URL,
+        *,
+        model: str = "decode",
+        inactivity_timeout: float = INACTIVITY_SECONDS,
+        tls: Tls = DEFAULT_TLS,
+        headers: Headers = NO_HEADERS,
     ) -> None:
         self.url = url
+        self._add_headers = AddHeaders(headers)
         self._channel = tls.channel_arguments(url, CHANNEL_OPTIONS)
         self.model = model
         self.inactivity_timeout = inactivity_timeout
@@ -76,7 +84,9 @@ class Client:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            return triton_grpc.InferenceServerClient(**self._channel)
+            connection = triton_grpc.InferenceServerClient(**self._channel)
+            connection.register_plugin(self._add_headers)
+            return connection
 
     def _give(self, connection: triton_grpc.InferenceServerClient) -> None:
         with self._lock:

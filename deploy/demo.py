@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from client.headers import NO_HEADERS, Headers
 from client.loopback import open_url
 from deploy.endings import raised_signals
 from deploy.server import LaunchError, free_ports, state_directory
@@ -55,10 +56,11 @@ def running_server(
     program: Sequence[str] = FORETOKEN,
     is_tied: bool = False,
     host: str = "127.0.0.1",
+    headers: Headers = NO_HEADERS,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`foretoken serve` as a child process, ready to answer. Raises RuntimeError with the log's end when it does not start.
 
-    is_tied: it ends when this process is killed, or the thread that starts it ends.
+    is_tied: it ends when this process is killed, or the thread that starts it ends. headers: what a restricted one wants.
     """
     command = [*program, "serve", f"--host={host}", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
     command += [f"--metrics-port={metrics_port}", "--status-port=0", *options]
@@ -68,7 +70,7 @@ def running_server(
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=tie)
     try:
         deadline = time.monotonic() + START_SECONDS
-        while not _is_ready(host, http_port, metrics_port):
+        while not _is_ready(host, http_port, metrics_port, headers):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not start (exit status {process.poll()}); of {log}:\n{_read_reasons(log)}")
             time.sleep(0.1)
@@ -84,12 +86,12 @@ def _read_reasons(log: Path) -> str:
     return "\n".join([*told[:MAX_TOLD], text[-MAX_ENDING:]])
 
 
-def _is_ready(host: str, http_port: int, metrics_port: int) -> bool:
+def _is_ready(host: str, http_port: int, metrics_port: int, headers: Headers) -> bool:
     """Whether the server has all its models. Over HTTP, in which a signal may come at any place, and which is served after gRPC is; metrics
     come last."""
     try:
         with (
-            open_url(f"http://{host}:{http_port}/v2/health/ready", 5) as ready,
+            open_url(f"http://{host}:{http_port}/v2/health/ready", 5, headers=headers) as ready,
             open_url(f"http://{host}:{metrics_port}/metrics", 5) as metrics,
         ):
             return ready.status == metrics.status == 200

@@ -24,7 +24,7 @@ from backend.sampling_defaults import read_sampling_defaults
 from backend.section import closest
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.gpu import check_gpu
-from deploy.named_files import check_own_files, check_password
+from deploy.named_files import check_own_files, check_password, read_own_header
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
@@ -79,8 +79,13 @@ KEEPALIVE = {
 without a word (a machine that sleeps, a network that is cut) stays for as long as the server lives, where nothing is under way on it."""
 
 
-def server_command(server: Server, config: ServeConfig, repository: Path, key: str) -> tuple[list[str], dict[str, str]]:
-    """tritonserver's command line and environment. key: what RESTRICTED_APIS ask for. Raises LaunchError for a host that is no address."""
+def server_command(
+    server: Server, config: ServeConfig, repository: Path, key: str, header: tuple[str, str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """tritonserver's command line and environment. key: what RESTRICTED_APIS ask for; header: name and value, the same of config.restricted_apis.
+
+    Raises LaunchError for a host that is no address.
+    """
     http_address, grpc_address = triton_addresses(config.host)
     command = [
         str(server.executable),
@@ -97,6 +102,9 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
     if config.supervise or config.model_control_mode == "explicit":
         command += ["--model-control-mode=explicit", "--load-model=*"]
     command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+    if header is not None:
+        apis = ",".join(config.restricted_apis)
+        command += [f"--{option}={apis}:{header[0]}={header[1]}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
     command += [f"--backend-config=python,shm-{what}-byte-size={SHARED_BYTES}" for what in ("default", "growth")]
     if config.grpc_server_cert is not None:
         command += ["--grpc-use-ssl=1", f"--grpc-server-cert={config.grpc_server_cert}", f"--grpc-server-key={config.grpc_server_key}"]
@@ -125,6 +133,13 @@ def more_options(options: Sequence[str], server: Server, command: Sequence[str])
             raise LaunchError(f"triton_options {option!r:.80}: this tritonserver has no such option{closest(name, server.options)}")
         found.append(f"--{name}={value}" if is_given else f"--{name}")
     return found
+
+
+def _hide(word: str, *secrets: str) -> str:
+    """Of a command that is shown."""
+    for secret in secrets:
+        word = word.replace(f"={secret}", "=SECRET")
+    return word
 
 
 def warn_of_old_server(server: Server) -> None:
@@ -243,6 +258,7 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     gateway += ["--served-model-name", *served_names(config, values)]
     gateway += [f"--api-keys={config.api_keys}"] if config.api_keys else []
     gateway += [f"--admin-keys={config.admin_keys}"] if config.admin_keys else []
+    gateway += [f"--triton-header-file={config.triton_header_file}"] if config.triton_header_file else []
     gateway += ["--vllm-metrics"] if config.vllm_metrics else []
     gateway += [f"--cors-origin={origin}" for origin in config.cors_origins]
     gateway += [f"--max-body-bytes={config.max_body_bytes}"]
@@ -302,14 +318,15 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         with writing(target):
             render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
             key = write_key(target)
-        command, environment = server_command(server, config, target, key)
+        header = None if config.triton_header_file is None else read_own_header(config.triton_header_file)
+        command, environment = server_command(server, config, target, key, header)
     except (ConfigError, ModelError, LaunchError) as error:
         if lock is not None:
             os.close(lock)
         return refuse(command_line.explain(error))
     warn_of_old_server(server)
     added = [f"{name}={environment[name]}" for name in ("PATH", "LD_LIBRARY_PATH") if environment.get(name) != os.environ.get(name)]
-    shown = shlex.join(["env", *added, *(part.replace(key, "SECRET") for part in command)])
+    shown = shlex.join(["env", *added, *(_hide(part, key, *(header or ())[1:]) for part in command)])
     if defaults:
         said = ", ".join(f"{key} {value}" for key, value in defaults.items())
         print(f"requests that say nothing of their own have, by the model's generation_config.json (--generation-config none: not): {said}")
@@ -323,16 +340,24 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         os.execve(command[0], command, environment)
     # A model alone that is held keeps nobody else waiting, and may be let go on; ranks wait for each other.
     stopped_seconds = STOPPED_SECONDS if engine.parallel_config.tensor_parallel_size > 1 else math.inf
-    return supervise(config, command, environment, target, list(parameters), key, stopped_seconds)
+    return supervise(config, command, environment, target, list(parameters), key, stopped_seconds, header)
 
 
 def supervise(
-    config: ServeConfig, command: list[str], environment: dict[str, str], repository: Path, models: list[str], key: str, stopped_seconds: float
+    config: ServeConfig,
+    command: list[str],
+    environment: dict[str, str],
+    repository: Path,
+    models: list[str],
+    key: str,
+    stopped_seconds: float,
+    header: tuple[str, str] | None,
 ) -> int:
     """Runs the server until a signal ends it. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s foretoken: %(message)s", stream=sys.stderr)
     host, metrics_host = (LOOPBACK.get(at, at) for at in (config.host, config.metrics_host or config.host))
-    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key, metrics_host, config.grpc_server_cert is not None)
+    has_tls, own = config.grpc_server_cert is not None, {} if header is None else dict([header])
+    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key, metrics_host, has_tls, own)
     supervisor = Supervisor(
         command,
         environment,
@@ -343,6 +368,7 @@ def supervise(
         hang_seconds=config.hang_seconds,
         max_restarts=config.max_restarts,
         stopped_seconds=stopped_seconds,
+        start_seconds=math.inf if config.start_seconds is None else config.start_seconds,
         max_server_memory=None if config.max_server_memory is None else int(config.max_server_memory),
     )
     if config.status_port:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from backend.model_files import check_regular, settle_path
 from backend.model_sources import MOVED, check_ascii
 from backend.token_map import KEY, PICKLED, read_token_map
 from deploy.options import ServeConfig
+
+_PLAIN = re.compile(r"[A-Za-z0-9+/._~=-]{8,}")
 
 
 def check_own_files(config: ServeConfig) -> None:
@@ -28,10 +31,29 @@ def check_own_files(config: ServeConfig) -> None:
             check_origin(origin)
         except ValueError as error:
             raise ConfigError(f"cors_origins {error}") from None
+    if config.triton_header_file is not None:
+        read_own_header(config.triton_header_file)
     if config.grpc_server_cert is not None and config.grpc_server_key is not None:
         check_certificates(config.grpc_server_cert, config.grpc_server_key, config.grpc_root_cert)
     if config.backend_directory is not None and not Path(config.backend_directory).is_dir():
         raise ConfigError(f"--backend-directory {config.backend_directory}: there is no such folder")
+
+
+def read_own_header(path: str) -> tuple[str, str]:
+    """Name and value of what restricted interfaces want. Raises ConfigError, which does not say the value."""
+    from client.headers import read_header_file
+
+    try:
+        found = [*read_header_file(path).items()]
+    except ValueError as error:
+        raise ConfigError(f"triton_header_file {error}") from None
+    if len(found) > 1:
+        raise ConfigError(f"triton_header_file {path} has {len(found)} headers; Triton wants one")
+    name, value = found[0]
+    if not _PLAIN.fullmatch(value):
+        rule = "8 or more of letters, digits and +/._~=-, which Triton's options take"
+        raise ConfigError(f"triton_header_file {path}: the value of {name} must be {rule}")
+    return name, value
 
 
 def check_certificates(certificate: str, key: str, roots: str | None) -> None:

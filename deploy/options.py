@@ -7,10 +7,7 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from backend.config import EngineConfig, parse_bytes
 from backend.disaggregation_config import is_text
@@ -18,9 +15,12 @@ from backend.errors import ConfigError
 from backend.other_servers.translation import Translation, translate
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, nearest, require
+from deploy.config_file import read_yaml
 from deploy.other_options import add_other_arguments, check_spaces
 
 MODEL_CONTROL_MODES = ("none", "explicit")
+CLIENT_APIS = ("inference", "health", "metadata")
+"""Of Triton's, those that clients use; the launcher restricts the others."""
 DISAGGREGATION_FLAGS = (
     "role",
     *(f"scheduler_{name}" for name in ("name", "host", "port", "db", "topic", "ttl", "password_file")),
@@ -33,7 +33,7 @@ COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "wit
 ANY_ADDRESS = ("0.0.0.0", "::")
 LEAST_SERVER_MEMORY = 128 * 2**20
 """A tritonserver that answers holds some: one with a smaller limit would be drained and started again for ever."""
-MAX_RESTARTS, MAX_DRAIN_SECONDS, MAX_LOG_VERBOSE = 10**6, 7 * 86400, 100
+MAX_RESTARTS, MAX_DRAIN_SECONDS, MAX_START_SECONDS, MAX_LOG_VERBOSE = 10**6, 7 * 86400, 7 * 86400, 100
 GATEWAY_KEYS = ("served_model_name", "api_keys", "admin_keys", "cors_origins", "vllm_metrics", "max_body_bytes")
 
 
@@ -77,6 +77,11 @@ class ServeConfig(Section):
     """With grpc_server_cert: its private key, a file in PEM without a password."""
     grpc_root_cert: str | None = None
     """With grpc_server_cert: let in only clients that have a certificate of these authorities (mutual TLS); a file in PEM."""
+    restricted_apis: tuple[str, ...] = ()
+    """Of Triton's interfaces over HTTP and gRPC, those that want the header of triton_header_file: inference, health, metadata. Others always want a
+    key of the supervisor's own (operations.md)."""
+    triton_header_file: str | None = None
+    """With restricted_apis: a file with the header, NAME=VALUE, on one line; the gateway of port, and the supervisor, send it."""
     metrics_host: str | None = None
     """Address of Triton's metrics: host (the default), or 0.0.0.0, for Prometheus on other machines; the supervisor reads them too."""
     max_request_size: int | str = "32MiB"
@@ -97,6 +102,10 @@ class ServeConfig(Section):
     """Of the supervisor's /health, /live and /metrics; 0: none."""
     hang_seconds: float = 30.0
     """A model that neither answers nor gets on with its work for this long is taken for hung: longer than the longest step."""
+    start_seconds: float | None = 3600.0
+    """A model that is being loaded, and whose processes neither compute nor read for this long, has failed: the server is ended, and started again
+    once. Whatever they do begins it anew, so that a checkpoint may take as long as it takes. One whose process has ended has hang_seconds. null: no
+    limit."""
     max_restarts: int = 5
     """Restarts of the server at once, and attempts to load a model before the server is restarted. One more restart is earned every 30 seconds, so
     that a server that crashes again and again is always back within that time. 0: none, the first failure ends this process with status 1."""
@@ -109,6 +118,8 @@ class ServeConfig(Section):
     def __post_init__(self) -> None:
         if not 1 <= self.hang_seconds <= 3600:
             raise ConfigError(f"hang_seconds must be from 1 to 3600, got {self.hang_seconds}")
+        if self.start_seconds is not None and not 10 <= self.start_seconds <= MAX_START_SECONDS:
+            raise ConfigError(f"start_seconds must be from 10 to {MAX_START_SECONDS}, or null for no limit, got {self.start_seconds}")
         for key, most in (("max_restarts", MAX_RESTARTS), ("drain_seconds", MAX_DRAIN_SECONDS), ("log_verbose", MAX_LOG_VERBOSE)):
             require(0 <= getattr(self, key) <= most, key, getattr(self, key), f"from 0 to {most}")
         if self.model_control_mode not in MODEL_CONTROL_MODES:
@@ -120,6 +131,11 @@ class ServeConfig(Section):
         for key, needed in (("grpc_server_cert", "grpc_server_key"), ("grpc_server_key", "grpc_server_cert"), ("grpc_root_cert", "grpc_server_cert")):
             if (value := getattr(self, key)) is not None and getattr(self, needed) is None:
                 raise ConfigError(f"{key} {value!r:.80} has no effect without {needed}: TLS takes a certificate and its key")
+        if unknown := [name for name in self.restricted_apis if name not in CLIENT_APIS]:
+            raise ConfigError(f"restricted_apis must be of {', '.join(CLIENT_APIS)}, got {unknown[0]!r:.80}")
+        if bool(self.restricted_apis) != (self.triton_header_file is not None):
+            given, missing = ("restricted_apis", "triton_header_file") if self.restricted_apis else ("triton_header_file", "restricted_apis")
+            raise ConfigError(f"{given} has no effect without {missing}: which of Triton's interfaces want which header")
         if self.port and self.grpc_server_cert is not None:
             raise ConfigError(f"grpc_server_cert is of the gRPC port, which with port ({self.port}) is for this machine alone: leave one of them out")
         if not 0 <= self.port <= 65535:
@@ -163,33 +179,6 @@ def check_master_port(config: ServeConfig, engine: EngineConfig) -> None:
     for key in ("port", "http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise else [])):
         if getattr(config, key) == parallel.meeting_place[1]:
             raise ConfigError(f"parallel_config.master is {parallel.master}, and {key} is {getattr(config, key)}: ranks meet on a port of their own")
-
-
-def read_yaml(path: str) -> dict[str, Any]:
-    """A configuration file. Raises ConfigError."""
-    try:
-        values = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"--config {path} is not valid YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path} must hold keys and values, got {type(values).__name__}")
-    return {str(k).replace("-", "_"): v for k, v in values.items()}
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which no key is given twice, by either spelling: the first would be lost without a word."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
-            if key.tag != "tag:yaml.org,2002:merge" and lines.setdefault(name, line) != line:
-                raise yaml.constructor.ConstructorError(problem=f"{name} is given twice, in lines {lines[name]} and {line}")
-        return super().construct_mapping(node, deep)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -290,6 +279,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ports.add_argument("--grpc-server-cert", metavar="FILE", help="speak TLS on the gRPC port, with this certificate, in PEM (default: no TLS)")
     ports.add_argument("--grpc-server-key", metavar="FILE", help="its private key")
     ports.add_argument("--grpc-root-cert", metavar="FILE", help="let in only clients with a certificate of these authorities (mutual TLS)")
+    ports.add_argument("--restricted-apis", nargs="+", metavar="API", help=f"of Triton's, want a header: {', '.join(CLIENT_APIS)} (default: none)")
+    ports.add_argument("--triton-header-file", metavar="FILE", help="holds that header: NAME=VALUE")
     ports.add_argument("--metrics-host", help="address of the metrics port: as --host (default), or 0.0.0.0")
     ports.add_argument("--status-port", type=int, metavar="PORT", help="the supervisor's /health, /live and /metrics (default 8003; 0: none)")
     ports.add_argument("--max-request-size", metavar="SIZE", help="of one HTTP request, where Triton can limit it (default 32MiB)")
@@ -303,6 +294,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="watch the models and bring back what dies (default: on); without, this process becomes the server",
     )
     running.add_argument("--hang-seconds", type=float, metavar="S", help="a model without an answer or progress for so long is hung (default 30)")
+    running.add_argument("--start-seconds", type=float, metavar="S", help="a load that does not get on for so long has failed (default 3600)")
     running.add_argument("--max-restarts", type=int, metavar="N", help="restarts at once; then one every 30 s (default 5; 0: none, end instead)")
     running.add_argument("--max-server-memory", metavar="SIZE", help="tritonserver beyond it is drained and restarted (default 4GiB)")
     running.add_argument("--model-control-mode", metavar="MODE", help="with --no-supervise: explicit lets you unload and load models (default none)")

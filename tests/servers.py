@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import STDOUT, Popen
 
+from client.headers import NO_HEADERS, Headers
 from client.loopback import open_url
 from deploy.demo import FORETOKEN, free_ports, running_server, stop_server
 from deploy.rendering import KEY_FILE
@@ -249,18 +250,23 @@ class RunningServer:
 
 @contextlib.contextmanager
 def serve(
-    log: Path, *options: str, ports: tuple[int, int, int] | None = None, program: Sequence[str] = FORETOKEN, host: str = "127.0.0.1"
+    log: Path,
+    *options: str,
+    ports: tuple[int, int, int] | None = None,
+    program: Sequence[str] = FORETOKEN,
+    host: str = "127.0.0.1",
+    headers: Headers = NO_HEADERS,
 ) -> Iterator[RunningServer]:
     http, grpc, metrics = ports or free_ports(3)
     repository, is_supervised = log.parent / f"repository-{http}", "--no-supervise" not in options
     own = (f"--repository={repository}", *small_options(options))
     with contextlib.ExitStack() as stack:
         try:
-            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host))
+            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host, headers=headers))
         except RuntimeError as error:
             if is_supervised or ABORTED not in str(error):
                 raise
-            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host))
+            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host, headers=headers))
         server = RunningServer(f"{host}:{http}", f"{host}:{grpc}", f"{host}:{metrics}", log, process, repository)
         if not is_supervised:
             stack.enter_context(vouched(server.pid))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from client import Chunk, Client, GenerateError, HttpClient
+from client.headers import NO_HEADERS, Headers
 from deploy.demo import FORETOKEN, free_ports
 from deploy.supervision.processes import find_stubs
 from tests.servers import RunningServer, serve
@@ -83,10 +84,10 @@ def wait_for(condition, what: str, seconds: float = 60) -> None:
 
 
 @contextlib.contextmanager
-def start(folder: Path, *options: str, program: Sequence[str] = FORETOKEN) -> Iterator[Supervised]:
+def start(folder: Path, *options: str, program: Sequence[str] = FORETOKEN, headers: Headers = NO_HEADERS) -> Iterator[Supervised]:
     (port,) = free_ports(1)
     own = (f"--status-port={port}", f"--speculative-config={json.dumps(SPECULATIVE)}")
-    with serve(folder / "log", *own, *options, program=program) as running:
+    with serve(folder / "log", *own, *options, program=program, headers=headers) as running:
         supervised = Supervised(running, port)
         supervised.await_ready()
         yield supervised

@@ -47,6 +47,7 @@ from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, Stru
 from deploy import launcher, options, rendering, served_model, server
 from deploy.bundled import DEFAULT_SPECULATION
 from deploy.cli import main, make_parser
+from deploy.config_file import read_yaml
 from deploy.server import LaunchError, free_ports
 from deploy.supervision import processes
 from tests.conftest import fake_server
@@ -950,7 +951,7 @@ def test_speculative_config_as_json() -> None:
     ("text", "expected"), [("", {}), ("# nothing\n", {}), ("a-b: 1\n", {"a_b": 1}), ("enable_prefix_caching: no\n", {"enable_prefix_caching": False})]
 )
 def test_read_yaml(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
-    assert options.read_yaml(yaml_file(tmp_path, text)) == expected
+    assert read_yaml(yaml_file(tmp_path, text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -965,18 +966,18 @@ def test_read_yaml(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
 def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
     path = yaml_file(tmp_path, text)
     with pytest.raises(ConfigError, match=message) as caught:
-        options.read_yaml(path)
+        read_yaml(path)
     assert path in str(caught.value)
 
 
 def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config .*nothing\.yaml: No such file"):
-        options.read_yaml(str(tmp_path / "nothing.yaml"))
+        read_yaml(str(tmp_path / "nothing.yaml"))
     with pytest.raises(ConfigError, match="--config"):
-        options.read_yaml(str(tmp_path))
+        read_yaml(str(tmp_path))
     (tmp_path / "latin.yaml").write_bytes(b"model: \xe9\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
-        options.read_yaml(str(tmp_path / "latin.yaml"))
+        read_yaml(str(tmp_path / "latin.yaml"))
 
 
 @pytest.mark.parametrize(

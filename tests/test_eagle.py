@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -511,6 +513,31 @@ def test_parallel_drafting_of_a_drafter_that_was_not_made_for_it(folder: Path, t
     with pytest.raises(ModelError, match="weight mask_hidden is missing: drafts are made in parallel by drafters that were trained for it"):
         serve(target[1], method="p-eagle", model=str(own))
     assert serve(target[1], method="eagle3", model=str(own)).engine.worker.drafter.block is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda mask: mask, ""),
+        (lambda mask: mask.roll(1), rf"weight t2d has \d+ of {VOCABULARY} tokens otherwise than the drafter's ids"),
+        (lambda mask: mask[:-2], rf"weight t2d has shape \({VOCABULARY - 2},\); the target has {VOCABULARY} tokens"),
+    ],
+    ids=["right", "other tokens", "another vocabulary"],
+)
+def test_a_mask_that_contradicts_the_map(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+    folder: Path,
+    target: tuple[Any, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The map alone is used: it is said that one of the two is another drafter's."""
+    own = edited(folder, tmp_path / "drafter")
+    weights = load_file(own / "model.safetensors")
+    save_file(weights | {"t2d": change(weights["t2d"]).contiguous()}, own / "model.safetensors")
+    serve(target[1], method="eagle3", model=str(own))
+    assert re.search(rf"{own}/model.safetensors: {message}", caplog.text) if message else "t2d" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -877,6 +877,13 @@ class TestErrors:
         status, _, answer = ask(address, "/v1/completions", body)
         error = json.loads(answer)["error"]
         assert (status, error["code"]) == (413, "request_too_large") and "the body has more than 1048576 commas" in error["message"]
+        body = b'{"prompt": "x", "metadata": {"x": [' + b",".join([b"[" * 400 + b"]" * 400] * 3000) + b"]}}"
+        status, _, answer = ask(address, "/v1/completions", body)
+        error = json.loads(answer)["error"]
+        assert (status, error["code"]) == (413, "request_too_large") and "more than 1048576 opening brackets" in error["message"]
+        status, _, answer = ask(address, "/v1/completions", {"prompt": "x", "stop": ["x"] * 500_000})
+        error = json.loads(answer)["error"]
+        assert (status, error["message"], error["param"]) == (400, "stop has 500000 strings; the limit is 64", "stop")
 
     @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"], ids=["address", "header", "headers"])
     def test_a_head_without_end(self, running, start):

@@ -67,6 +67,8 @@ class Decoder:
         scale = spec.embedding_scale
         weights = Weights(checkpoint, dtype, device, ranks, quantization, is_expert_parallel=is_expert_parallel)
         embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
+        if not spec.is_tied and checkpoint.tolerated is not None:  # a token that is no number costs the requests that have it, and no others
+            checkpoint.tolerated.add(f"{spec.embedding}.weight")
         rounded = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # as models were trained with it
         self._embedding = Embedding(embedding, ranks, rounded, spec.is_tied)
         is_shared = not self._embedding.is_split

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, check_target_layers, has_part, made_for, read_windows, settle_layout
+from backend.models.eagle_spec import MAP, MASK, TYPE_KEY, check_format, check_target_layers, has_part, made_for, read_windows, settle_layout
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import (
     LAYER_TYPES,
@@ -119,7 +119,7 @@ class DflashSpec:
             layer.list_weights(weights)
         weights.optional.append({f"{self.embedding}.weight": (self.vocab_size, self.hidden_size)})
         head: Shapes = {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)}
-        weights.ignored |= {MAP, "t2d"}
+        weights.ignored |= {MAP, MASK}
         if self.draft_vocab_size < self.vocab_size:
             weights.required |= head  # the target's has other rows
             weights.ids[MAP] = (self.draft_vocab_size,)

@@ -66,7 +66,7 @@ class DraftModel:
             folders = (directory, target_directory)
             own_ids, target_ids, own_of = _choose_tokens(*folders, spec.vocab_size, target, has_other_tokens=has_other_tokens)
             self._target_ids, self._own_of = target_ids.to(device), None if own_of is None else own_of.to(device)
-        with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
+        with open_checkpoint(directory, dtype, device, load_format, is_drafter=True) as checkpoint:
             arguments = (spec, checkpoint, dtype, device, ranks, context_len)
             self._model = Decoder(*arguments, quantization=quantization, draft_ids=own_ids, only_drafts=True)
         (cache,) = self._model.cache_specs(dtype)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 import torch
 
 from backend.errors import ModelError
+from backend.models.eagle_spec import MASK
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.models.loading import Model
+
+logger = logging.getLogger(__name__)
 
 
 def load_embedding(name: str, hidden_size: int, checkpoint: Checkpoint, target: Model, weights: Weights) -> torch.Tensor | None:
@@ -40,6 +44,18 @@ def load_target_ids(name: str, count: int, checkpoint: Checkpoint, target: Model
     return ids
 
 
+def check_mask(checkpoint: Checkpoint, target: Model, target_ids: torch.Tensor) -> None:
+    """Warns where the weight that says which of its target's tokens a drafter has, by each of them, contradicts their ids, which are what is used:
+    one of the two is of another drafter, or of another target."""
+    if MASK not in checkpoint or isinstance(checkpoint, DummyCheckpoint):
+        return
+    path, mask = checkpoint.find(MASK)
+    if mask.dim() != 1 or len(mask) != target.vocab_size:
+        logger.warning("%s: weight %s has shape %s; the target has %d tokens", path, MASK, tuple(mask.shape), target.vocab_size)
+    elif (num_other := int((mask.bool() != torch.zeros(len(mask), dtype=torch.bool).index_fill_(0, target_ids.cpu(), True)).sum())) > 0:
+        logger.warning("%s: weight %s has %d of %d tokens otherwise than the drafter's ids", path, MASK, num_other, len(mask))
+
+
 def load_head(
     name: str, map_name: str, count: int, hidden_size: int, checkpoint: Checkpoint, target: Model, weights: Weights, *, can_have_own: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -52,7 +68,9 @@ def load_head(
         head = weights.whole(f"{name}.weight", (count, hidden_size))
     if count < target.vocab_size or (head is not None and has_other_order(map_name, count, checkpoint)):
         refuse_token_map(target, f"{checkpoint.directory}: {map_name} names the tokens that the drafter scores")
-        return head, load_target_ids(map_name, count, checkpoint, target).to(weights.device)
+        target_ids = load_target_ids(map_name, count, checkpoint, target)
+        check_mask(checkpoint, target, target_ids)
+        return head, target_ids.to(weights.device)
     return head if head is None or target.draft_ids is None else head[target.draft_ids], target.draft_ids
 
 

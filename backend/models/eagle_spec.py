@@ -28,6 +28,8 @@ QWEN = ("qwen2", "qwen3")
 FULL, SLIDING = LAYER_TYPES
 MAP = "d2t"
 """By token of the drafter: how far on in the target's vocabulary it is (an offset, not an id)."""
+MASK = "t2d"
+"""By token of the target: whether the drafter has it. Says no more than MAP does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class EagleSpec:
             layer.list_weights(weights)
         weights.optional.append({f"{self.embedding}.weight": (vocab_size, self.hidden_size)})
         head: Shapes = {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)}
-        weights.ignored |= {MAP, "t2d"}
+        weights.ignored |= {MAP, MASK}
         if self.draft_vocab_size < vocab_size:
             weights.required |= head  # the target's has other rows
             weights.ids[MAP] = (self.draft_vocab_size,)

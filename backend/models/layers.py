@@ -84,11 +84,16 @@ class Weights:
 
     def exact(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A weight in float32, whatever the model's dtype."""
-        return self._plain(name, shape).to(self.device, torch.float32, copy=True)
+        return self._watched(name, self._plain(name, shape).to(self.device, torch.float32, copy=True))
 
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Copied, as all that stays: no view of a file, which would keep all of it mapped, and change when somebody overwrites it."""
-        return self._plain(name, shape).to(self.device, self.dtype, copy=True)
+        return self._watched(name, self._plain(name, shape).to(self.device, self.dtype, copy=True))
+
+    def _watched(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """As it is used: NaN or infinity would spoil answers long after the start, and what does not fit the dtype has become infinity."""
+        self.checkpoint.watch([name], weight)
+        return weight
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """As numbers, however they are stored."""
@@ -113,7 +118,7 @@ class Weights:
                 raise ModelError(f"{self.checkpoint.directory}: {name} is quantized already; leave its type ({scheme}) out of quantization")
             return weight.to(self.device)
         if scheme is None:
-            return weight.to(self.device, self.dtype)
+            return self._watched(f"{name}.weight", weight.to(self.device, self.dtype))
         rounded = self.round(name, weight.to(self.device), scheme)
         self._num_rounded += weight.numel()
         if self._num_rounded >= 4 * PIECE:  # what they took for a while is much beside what stays
@@ -124,7 +129,7 @@ class Weights:
     def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
         """A norm's weights; offset: what is added to the stored ones."""
         stored = self.checkpoint.get(name, (size,))
-        return (stored.float() + offset if offset else stored).to(self.device, self.dtype, copy=True)
+        return self._watched(name, (stored.float() + offset if offset else stored).to(self.device, self.dtype, copy=True))
 
     def round(self, name: str, weight: torch.Tensor, scheme: str) -> Quantized:
         """A weight [out, in] that is stored under `name`, rounded. Raises ModelError for one that is not finite."""
@@ -165,6 +170,8 @@ class Weights:
     def _read(self, projection: Projection, scheme: str | None) -> tuple[Stored, torch.Tensor | None]:
         name = f"{projection.name}.bias"
         bias = self.checkpoint.get(name, (projection.out_features,)) if projection.has_bias or name in self.checkpoint else None
+        if bias is not None:
+            bias = self._watched(name, bias.to(self.device, self.dtype))
         return self.stored(projection, scheme), bias
 
     def split_columns(self, projection: Projection) -> Linear:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,8 @@ from backend.quantization import Stored
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
 
 NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 IDS = (torch.int64, torch.int32)
@@ -38,14 +43,64 @@ class Checkpoint:
         self.quantization = quantization
         self._files = find_weights(self.directory)
         self._handles: dict[Path, Any] = {}
+        self._sums: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        """Of weights that were watched since the last look: names, and a sum for each."""
+        self.tolerated: set[str] | None = set()
+        """Weights that cost no more than some requests, or a drafter's drafts, where they are not finite; None: all. They are warned of."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.release()
+        self._close()
+
+    def watch(self, names: Sequence[str], tensor: torch.Tensor) -> None:
+        """Has `release` look whether a weight, as it is used, is finite; of several names, each of the tensor's first dimension.
+
+        A sum tells, since nothing that is added to NaN or infinity is a number again, and needs no room; it is waited for with those of a layer.
+        """
+        if all(name in self for name in names):
+            self._sums.append((tuple(names), tensor.sum(tuple(range(1, tensor.dim()))) if len(names) > 1 else tensor.sum()[None]))
+
+    def check_finite(self) -> None:
+        """Raises ModelError that names the first weight watched that is not finite, and its file, or warns of it."""
+        watched, self._sums = self._sums, []
+        if not watched:
+            return
+        is_finite = torch.cat([sums.float() for _, sums in watched]).isfinite().tolist()
+        named = ((name, sums.dtype) for names, sums in watched for name in names)
+        for (name, dtype), is_good in zip(named, is_finite, strict=True):
+            if is_good or not (message := self._explain(name, dtype)):
+                continue
+            if self.tolerated is not None and name not in self.tolerated:
+                raise ModelError(message)
+            logger.warning("%s", message)
+
+    def _explain(self, name: str, dtype: torch.dtype) -> str:
+        """What is wrong with a weight; nothing, where it was the sum alone that is no number."""
+        path, stored = self.find(name)
+        wrong = ~stored.to(dtype).isfinite()
+        if not bool(wrong.any()):
+            return ""
+        place = wrong.nonzero()[0].tolist()
+        value, count = stored[tuple(place)].item(), int(wrong.sum())
+        rule = "weights must be finite"
+        if math.isfinite(value):
+            rule = f"{str(dtype).removeprefix('torch.')} holds up to {torch.finfo(dtype).max:.6g}: choose another dtype"
+        return f"{path}: weight {name} has {value:g} at {place}, and {count} such of {stored.numel()} values in all: {rule}"
+
+    def find(self, name: str) -> tuple[Path, torch.Tensor]:
+        """A weight's file, and the weight."""
+        return self._files[name], self._open(name).get_tensor(name)
 
     def release(self) -> None:
+        """Looks whether what was watched is finite, and closes the files. Raises ModelError."""
+        self.check_finite()
+        self._close()
+
+    def _close(self) -> None:
         """Unmaps the files, whose pages count as the process's memory: once nothing is a view of them. They are opened anew when asked for.
 
         Gives freed memory back too: weights that stay lie between the gaps that temporaries leave on the heap, and gaps of all layers together
@@ -128,7 +183,7 @@ class PickledCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.directory, self.quantization = path.parent, None
-        self._path = path
+        self._path, self._sums, self.tolerated = path, [], set()
         check_regular(path)
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
@@ -138,10 +193,15 @@ class PickledCheckpoint(Checkpoint):
             raise ModelError(f"{path} must hold tensors by name")
         self._tensors: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in found.items()}
 
-    def __exit__(self, *_: object) -> None:
+    def find(self, name: str) -> tuple[Path, torch.Tensor]:
+        return self._path, self._tensors[name]
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.check_finite()
         self._tensors.clear()
 
-    def release(self) -> None:
+    def _close(self) -> None:
         """It is in memory, and not mapped."""
 
     def __contains__(self, name: str) -> bool:
@@ -167,7 +227,7 @@ class DummyCheckpoint(Checkpoint):
     """Random weights of any shape that is asked for, made where they are used: for benchmarks, whose time does not depend on values."""
 
     def __init__(self, directory: str | Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.directory, self.quantization = Path(directory), None
+        self.directory, self.quantization, self.tolerated = Path(directory), None, None
         self._device, self._dtype = device, dtype
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -178,6 +238,9 @@ class DummyCheckpoint(Checkpoint):
         pass
 
     def release(self) -> None:
+        pass
+
+    def watch(self, names: Sequence[str], tensor: torch.Tensor) -> None:
         pass
 
     def __contains__(self, name: str) -> bool:

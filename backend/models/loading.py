@@ -140,17 +140,25 @@ class Model(Protocol):
         ...
 
 
-def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
-    """A folder's weights, or with load_format dummy random ones."""
+def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str, *, is_drafter: bool = False) -> Checkpoint:
+    """A folder's weights, or with load_format dummy random ones. is_drafter: values that are no numbers cost drafts alone, and are warned of."""
     if load_format == "dummy":
         return DummyCheckpoint(directory, device, dtype)
-    return Checkpoint(directory, read_checkpoint_quantization(read_config(directory), directory))
+    found = Checkpoint(directory, read_checkpoint_quantization(read_config(directory), directory))
+    return _tolerate(found) if is_drafter else found
+
+
+def _tolerate(checkpoint: Checkpoint) -> Checkpoint:
+    checkpoint.tolerated = None
+    return checkpoint
 
 
 def open_drafter(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
     """The same of a drafter, whose weights may be an archive of tensors."""
     pickled = find_pickled(Path(directory))
-    return PickledCheckpoint(pickled) if pickled is not None and load_format != "dummy" else open_checkpoint(directory, dtype, device, load_format)
+    if pickled is not None and load_format != "dummy":
+        return _tolerate(PickledCheckpoint(pickled))
+    return open_checkpoint(directory, dtype, device, load_format, is_drafter=True)
 
 
 def load_model(

@@ -118,6 +118,8 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
         gate_up[place, :size] = gate[inner]
         gate_up[place, size:] = up[inner]
         down[place] = back[:, inner]
+    for part, tensor in enumerate((gate_up[:, :size], gate_up[:, size:], down)):
+        weights.checkpoint.watch(_plain_names(spec, numbers, part), tensor)
     return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start, is_silu=_is_silu(spec))
 
 
@@ -129,6 +131,13 @@ def _read_plain(spec: MoeSpec, weights: Weights, number: int) -> Iterable[torch.
     (gate_up, shape), (down, down_shape) = spec.stacks
     both = checkpoint.get_one(gate_up, shape, number)
     return both[: spec.inner], both[spec.inner :], checkpoint.get_one(down, down_shape, number)
+
+
+def _plain_names(spec: MoeSpec, numbers: range, part: int) -> list[str]:
+    """Of each expert's gate (0), up (1) or down (2)."""
+    if spec.is_fused:
+        return [spec.stacks[part == 2][0]] * len(numbers)
+    return [f"{spec.expert(number)[part].name}.weight" for number in numbers]
 
 
 def _load_stored(spec: MoeSpec, weights: Weights, own: slice, inner: slice, scheme: str | None) -> Experts:

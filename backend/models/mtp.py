@@ -73,7 +73,7 @@ class Mtp:
         ranks = ranks or Ranks()
         self.heads = own_heads(own, ranks)
         self.token_shape, self.num_planes = own.token_shape(self.heads.num_kv), own.num_planes
-        with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
+        with open_checkpoint(directory, dtype, device, load_format, is_drafter=True) as checkpoint:
             weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
             split = Weights(checkpoint, dtype, device, ranks, quantization)
             self.layers = [_Layer(layer, weights, split) for layer in spec.layers]

@@ -24,6 +24,7 @@ from client.bench.report import METRICS, format_table, summarize
 from client.bench.requests import Backend, GrpcBackend, OpenAIBackend, Outcome, send
 from client.bench.speculation import Acceptance, Counters, compare, read_counters
 from client.cli import read_json
+from client.headers import add_header_arguments, read_headers
 from client.loopback import check_address
 from client.messages import DEFAULT_GRPC_URL
 from client.tls import Tls, add_tls_arguments, read_tls
@@ -141,6 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser, dataset: Sequence[Path]) -> N
         "--timeout", type=_above_zero, default=60.0, metavar="S", help="a server that sends nothing for so long has failed (default 60)"
     )
     add_tls_arguments(server, has_http=True)
+    add_header_arguments(server)
     data = parser.add_argument_group("prompts")
     text = "text files or folders, or one .jsonl file of {prompt, output_tokens} (default: code of Python's standard library)"
     data.add_argument("--dataset-path", type=Path, nargs="+", default=list(dataset), metavar="PATH", help=text)
@@ -210,7 +212,8 @@ def make_backend(args: argparse.Namespace) -> Backend:
     parameters = {k: v for k, v in parameters.items() if v is not None}
     tls = read_tls(args)
     if args.backend == "grpc":
-        return GrpcBackend(args.url or DEFAULT_GRPC_URL, args.model, parameters, args.timeout, tls.at(args.url or DEFAULT_GRPC_URL))
+        url = args.url or DEFAULT_GRPC_URL
+        return GrpcBackend(url, args.model, parameters, args.timeout, tls.at(url), read_headers(args))
     return OpenAIBackend(args.url or DEFAULT_OPENAI_URL, args.endpoint, args.model, parameters, args.timeout, tls)
 
 
@@ -264,8 +267,11 @@ def find_contradiction(args: argparse.Namespace) -> str | None:
             return f"--url: {error}"
     try:
         read_tls(args).check_use([args.url or (DEFAULT_GRPC_URL if args.backend == "grpc" else DEFAULT_OPENAI_URL), args.metrics_url])
+        read_headers(args)
     except ValueError as error:
         return str(error)
+    if args.backend != "grpc" and (args.triton_header or args.triton_header_file):
+        return f"--triton-header has no effect with --backend {args.backend}, which does not ask Triton"
     path = args.result_filename
     if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         return f"--result-filename {path}: {'is a directory' if path.is_dir() else 'cannot be written'}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from client.aio import AsyncClient
 from client.bench.dataset import Prompt
+from client.headers import NO_HEADERS, Headers
 from client.messages import GenerateError
 from client.tls import Tls
 
@@ -74,8 +75,8 @@ class Backend(Protocol):
 class GrpcBackend:
     """Triton's gRPC stream, as `client.AsyncClient` speaks it."""
 
-    def __init__(self, url: str, model: str | None, parameters: dict[str, Any], timeout: float, tls: Tls) -> None:
-        self._client = AsyncClient(url, model=model or "decode", inactivity_timeout=timeout, tls=tls)
+    def __init__(self, url: str, model: str | None, parameters: dict[str, Any], timeout: float, tls: Tls, headers: Headers = NO_HEADERS) -> None:
+        self._client = AsyncClient(url, model=model or "decode", inactivity_timeout=timeout, tls=tls, headers=headers)
         self._parameters = parameters
 
     async def stream(self, prompt: Prompt, seed: int) -> AsyncIterator[Sent]:

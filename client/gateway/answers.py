@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from client.gateway.errors import ApiError, from_server
 from client.gateway.forms import ChatForm, CompletionForm
+from client.gateway.limits import MAX_PARAMETER_CHARACTERS
 from client.gateway.metrics import Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest
 from client.gateway.upstream import Servers
-from client.messages import Chunk, GenerateError, collect, name_request
+from client.messages import Chunk, GenerateError, collect, name_request, write_json
 from client.silence import Watch
 
 logger = logging.getLogger("foretoken.gateway")
@@ -101,8 +102,9 @@ class Answer(Response):
         self._request = request
         self._form = ChatForm(request) if isinstance(request, ChatRequest) else CompletionForm(request)
         self._prompts = request.prompts()
-        self._parameters = request.parameters()
         self._names = request.server_names()
+        self._parameters = write_json({name: value for name, value in request.parameters().items() if value is not None})
+        self._check_size()
         self._request_id = request_id
         self._head = {"id": self._form.id_prefix + request_id, "object": self._form.object, "created": int(time.time()), "model": model}
         self._started = time.perf_counter()
@@ -117,6 +119,15 @@ class Answer(Response):
         self._num_predicted = self._num_mispredicted = 0
         """Tokens of the answer that the request's prediction had, and drafts made of it that did not stand."""
         self._speculation: dict[str, Any] | None = None
+
+    def _check_size(self) -> None:
+        """Raises ApiError where the server would be sent too much: each prompt goes with all parameters."""
+        count, size = len(self._prompts), sum(len(value) for value in self._parameters.values() if isinstance(value, str))
+        if count > 1 and count * size > MAX_PARAMETER_CHARACTERS:
+            name = max(self._parameters, key=lambda name: len(value) if isinstance(value := self._parameters[name], str) else 0)
+            name = self._names.get(name, name)
+            message = f"{name} is sent with each of {count} prompts, with the other parameters {count * size} characters"
+            raise ApiError(400, f"{message}; the limit is {MAX_PARAMETER_CHARACTERS}", "invalid_value", name.partition(".")[0])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await run_while_connected(self._stream(send) if self._request.stream else self._whole(send), receive)

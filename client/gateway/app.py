@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from client.gateway.aliases import alias
 from client.gateway.answers import Answer
+from client.gateway.bodies import JsonRoute
 from client.gateway.entrance import ERROR_CODE, PATHS, ApiKeys, BodyLimit, OtherPaths, RequestLog
 from client.gateway.errors import ApiError, from_server, from_unreadable, from_validation, hide_places
 from client.gateway.fleet import Fleet, is_fleet, split_addresses
@@ -29,6 +30,7 @@ from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequ
 from client.gateway.response_answer import ResponsesAnswer
 from client.gateway.responses import ResponsesRequest
 from client.gateway.upstream import Servers, Upstream
+from client.headers import Headers
 from client.loopback import open_url
 from client.messages import DEFAULT_GRPC_URL, GenerateError
 from client.tls import DEFAULT_TLS, Tls
@@ -69,6 +71,8 @@ class Settings:
     """/metrics has those of the server once more, by vLLM's names."""
     tls: Tls = DEFAULT_TLS
     """Certificates for grpcs:// addresses and https:// URLs of metrics."""
+    headers: Headers = field(default_factory=dict, repr=False)
+    """For the servers; metrics have none."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -94,14 +98,15 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal upstream
         if is_fleet(settings.url):
-            upstream = Fleet(split_addresses(settings.url), settings.model, metrics, settings.tls)
+            upstream = Fleet(split_addresses(settings.url), settings.model, metrics, settings.tls, settings.headers)
         else:
-            upstream = Upstream(settings.url, settings.model, settings.tls.at(settings.url))
+            upstream = Upstream(settings.url, settings.model, settings.tls.at(settings.url), settings.headers)
         await upstream.start()
         yield
         await upstream.close()
 
     app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = JsonRoute
     # The last one added is the first to be passed.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)

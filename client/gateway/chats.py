@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from client.gateway.limits import MAX_KEYS, MAX_MESSAGES, MAX_TOOLS, at_most, check_parts
 from client.gateway.strict import Strict
-
-MAX_MESSAGES = 16_384
-"""Of a conversation, and parts of one: 130,000 kept all other requests waiting for seconds, to be refused by the server as too long."""
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -87,13 +85,16 @@ class Message(BaseModel):
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(check_parts)]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_TOOLS, "functions")]
+Keys = Annotated[dict[str, Any], at_most(MAX_KEYS, "keys")]
+"""What is handed on as it is."""
 
 
 class Templated(Strict):
     """What chats tell the template, beside messages and tools."""
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Keys | None = None
     """vLLM's: more variables, such as enable_thinking."""
     reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -101,7 +102,7 @@ class Templated(Strict):
     add_generation_prompt: bool | None = None
     """vLLM's, as the next ones: whether the assistant's turn is opened. Default: unless the final message goes on."""
     continue_final_message: bool | None = None
-    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(MAX_MESSAGES, "documents")] | None = None
     """What the answer is to go by, where the template reads it."""
 
     @property

@@ -11,6 +11,7 @@ import sys
 import urllib.parse
 
 from client.gateway.keys import check_origin, read_keys
+from client.headers import add_header_arguments, read_headers
 from client.messages import DEFAULT_GRPC_URL
 from client.tls import add_tls_arguments, read_tls
 
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "grpcs://HOST:PORT: by TLS",
     )
     add_tls_arguments(parser, has_http=True)
+    add_header_arguments(parser)
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1, and with --api-keys all: 0.0.0.0)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}")
     parser.add_argument(
@@ -139,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         tls = read_tls(args)
         tls.check_use([*addresses, *args.metrics_url])
+        headers = read_headers(args)
     except ValueError as error:
         print(f"foretoken gateway: {error}", file=sys.stderr)
         return 2
@@ -154,7 +157,8 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     names = tuple(args.served_model_name)
     origins, metrics_urls = tuple(args.cors_origin), tuple(args.metrics_url)
-    app = create_app(Settings(args.url, "decode", names, keys, admin_keys, origins, args.max_body_bytes, metrics_urls, args.vllm_metrics, tls))
+    settings = Settings(args.url, "decode", names, keys, admin_keys, origins, args.max_body_bytes, metrics_urls, args.vllm_metrics, tls, headers)
+    app = create_app(settings)
     try:  # before anything is served: who started the gateway must learn of it
         listener = listen(host, args.port)
     except (OSError, OverflowError, TypeError) as error:

@@ -22,9 +22,10 @@ logger = logging.getLogger("foretoken.gateway")
 
 BODY_SECONDS = 30.0
 """A body must arrive whole within this time."""
-MAX_COMMAS = 2**20
-"""Of a body: its values are at most one more, token ids among them. They are read with nobody else's requests going on, a million in half a second;
-texts with as many would be prompts of as many tokens."""
+MAX_COMMAS = MAX_BRACKETS = 2**20
+"""Of a body, and brackets that open a list or an object: its values are at most one more than both, token ids among them. They are read with nobody
+else's requests going on (4 MB on one core: a million numbers 65 ms, texts 20, objects of one key 115, 380,000 keys of one object 180, a million
+lists of one number 125); texts with as many would be prompts of as many tokens."""
 PATHS = frozenset(
     (
         "/", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses",
@@ -193,7 +194,7 @@ class BodyLimit:
         if length.isdigit() and int(length) > self._max_bytes:
             await refuse(self._too_large(f"{length} bytes"), scope, receive, send)
             return
-        received, num_commas, is_whole, is_late = 0, 0, False, False
+        received, num_commas, num_brackets, is_whole, is_late = 0, 0, 0, False, False
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
 
@@ -205,7 +206,7 @@ class BodyLimit:
         timer: asyncio.TimerHandle | None = None
 
         async def receive_within_limits() -> Message:
-            nonlocal received, num_commas, is_whole, timer
+            nonlocal received, num_commas, num_brackets, is_whole, timer
             if is_whole:
                 return await receive()
             try:
@@ -218,12 +219,16 @@ class BodyLimit:
                 raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout") from None
             body = message.get("body", b"")
             received, num_commas = received + len(body), num_commas + body.count(b",")
+            num_brackets += body.count(b"[") + body.count(b"{")
             is_whole = not message.get("more_body", False)
             error = None
             if received > self._max_bytes:
                 error = self._too_large(f"more than {self._max_bytes} bytes")
             elif num_commas > MAX_COMMAS:
                 error = ApiError(413, f"the body has more than {MAX_COMMAS} commas, the limit of values (token ids, say) in one", "request_too_large")
+            elif num_brackets > MAX_BRACKETS:
+                said = f"more than {MAX_BRACKETS} opening brackets, the limit of lists and objects in one"
+                error = ApiError(413, f"the body has {said}", "request_too_large")
             if is_whole or error is not None:
                 timer.cancel()
             if error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,15 @@ from typing import Any
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse
 
+from client.gateway.limits import TOO_MANY
 from client.gateway.no_ops import RENAMED, say_rule
 from client.messages import PARAMETERS, GenerateError
 
 logger = logging.getLogger("foretoken.gateway")
 
 RETRY_SECONDS = 1
+SHOWN = 101
+"""Values of a list, or characters, that are looked at to show the first hundred characters."""
 NAMES = {"text_input": "prompt", "input_ids": "prompt"}
 """What the server calls a prompt."""
 
@@ -109,6 +113,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
     if kind == "extra_forbidden":
         rule = say_rule(name) if len(where) == 1 else ""
         return ApiError(400, f"unknown or unsupported parameter {path!r:.100}{rule}", "unknown_parameter", name)
+    if kind == TOO_MANY:
+        return ApiError(400, f"{path:.100} {chosen['msg']}", "invalid_value", name)
     if kind == "value_error":
         return ApiError(400, f"{path:.100}: {chosen['ctx']['error']}", "invalid_value", name)
     rules = dict.fromkeys(e["msg"] for other, e in errors if other == where)
@@ -146,6 +152,10 @@ def _progress(path: Sequence[str | int]) -> tuple[int, list[int]]:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, str | list):  # more is not shown
+        value = value[:SHOWN]
+    elif isinstance(value, dict):
+        value = dict(itertools.islice(value.items(), SHOWN))
     try:
         return f"{value!r:.100}"
     except (RecursionError, ValueError):  # of integers, how many digits are written

@@ -21,6 +21,7 @@ from typing import Any
 from client.gateway.beginnings import Beginnings, cut
 from client.gateway.metrics import Metrics
 from client.gateway.upstream import Corpus, Upstream
+from client.headers import NO_HEADERS, Headers
 from client.loopback import SECURE_GRPC, check_address
 from client.messages import Chunk, GenerateError
 from client.tls import DEFAULT_TLS, Tls
@@ -68,10 +69,11 @@ class Member:
 class Fleet:
     """The servers at some addresses; a name stands for all addresses that it has. The interface is Upstream's."""
 
-    def __init__(self, addresses: Sequence[str], model: str, metrics: Metrics, tls: Tls = DEFAULT_TLS) -> None:
+    def __init__(self, addresses: Sequence[str], model: str, metrics: Metrics, tls: Tls = DEFAULT_TLS, headers: Headers = NO_HEADERS) -> None:
         self._addresses = list(addresses)
         self._model = model
         self._tls = tls
+        self._headers = headers
         self._metrics = metrics
         self._members: dict[str, Member] = {}
         self._beginnings = Beginnings()
@@ -105,7 +107,7 @@ class Fleet:
             if url not in self._members:
                 try:
                     tls = self._tls if url == address else dataclasses.replace(self._tls, server_name=_host(address))  # certificates are of names
-                    upstream = Upstream(url, self._model, tls.at(url))
+                    upstream = Upstream(url, self._model, tls.at(url), self._headers)
                 except ValueError as error:  # files may have changed since the start
                     logger.warning("server %s cannot be asked: %s", url, error)
                     continue

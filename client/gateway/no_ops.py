@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from client.gateway.strict import drop_others
+
 ANY: Callable[[Any], bool] = lambda value: True  # noqa: E731
 
 
@@ -93,8 +95,12 @@ REASONS = {
 """Why what is known elsewhere is refused whatever its value."""
 
 
-def drop_no_ops(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A body without them. own: the fields of the request."""
+_KNOWN = NO_OPS.keys() | RENAMED.keys() | {"best_of"}
+
+
+def drop_no_ops(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A body without them, and without what nobody knows but for the first of it. own: the fields of the request."""
+    values = drop_others(values, own.keys() | _KNOWN)
     found = {RENAMED.get(key, key) if RENAMED.get(key) not in values else key: value for key, value in values.items()}
     if "best_of" in found and found["best_of"] == (found.get("n") or 1) and not isinstance(found["best_of"], bool):
         del found["best_of"]

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from client.gateway.chats import Messages, Templated, Text, TextPart, write_chat
+from client.gateway.chats import Keys, Messages, Templated, Text, TextPart, Tools, write_chat
+from client.gateway.limits import (
+    MAX_BAD_WORDS,
+    MAX_CORPUS_TEXTS,
+    MAX_KEYS,
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    at_most,
+)
 from client.gateway.no_ops import drop_no_ops
 from client.gateway.strict import Strict
 from client.gateway.structured import StructuredRequest
@@ -29,7 +39,8 @@ def _leave_wrong(values: Any) -> Any:
     return values if (key := next(wrong, None)) is None else {key: values[key]}
 
 
-Numbers = Annotated[dict[str, float], BeforeValidator(_leave_wrong)]
+Biases = Annotated[dict[str, float], BeforeValidator(_leave_wrong), at_most(MAX_LOGIT_BIASES, "entries")]
+Stop = Annotated[str | Strings, at_most(MAX_STOP_STRINGS, "strings")]
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "stop",
@@ -43,7 +54,7 @@ class Prediction(Strict):
     """What most of the answer is expected to be (OpenAI's predicted outputs): drafts are looked up there."""
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)], at_most(MAX_MESSAGES, "parts")]
 
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -70,8 +81,8 @@ class GenerateRequest(StructuredRequest):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int64 | None = None
-    logit_bias: Numbers | None = None
-    stop: str | Strings | None = None
+    logit_bias: Biases | None = None
+    stop: Stop | None = None
     # Not OpenAI's:
     text: str | None = None
     """The prompt, as PaddleNLP's clients call it: text as it is, with no chat template."""
@@ -80,13 +91,13 @@ class GenerateRequest(StructuredRequest):
     repetition_penalty: float | None = None
     min_tokens: Int32 | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
-    bad_words: Strings | None = None
+    stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS, "values")] | None = None
+    bad_words: Annotated[Strings, at_most(MAX_BAD_WORDS, "strings")] | None = None
     include_stop: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Int32 | None = None
     timeout_ms: Int64 | None = None
-    speculative: dict[str, Any] | None = None
+    speculative: Keys | None = None
     truncate_prompt_tokens: Int32 | None = None
     prediction: Prediction | None = None
     return_tokens: bool = False
@@ -182,8 +193,8 @@ class ChatRequest(Templated, GenerateRequest):
     max_completion_tokens: Int32 | None = None
     logprobs: bool = False
     top_logprobs: Int32 | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[str | dict[str, Any], at_most(MAX_KEYS, "keys")] | None = None
     parallel_tool_calls: bool | None = None
     add_special_tokens: Literal[False] | None = None
     """Accepted: the template writes them."""
@@ -257,7 +268,7 @@ class ChatRequest(Templated, GenerateRequest):
 class SuffixCorpusRequest(Strict):
     """POST /v1/suffix_corpus."""
 
-    corpus: Annotated[list[Text | TokenIds], Field(min_length=1, fail_fast=True)]
+    corpus: Annotated[list[Text | TokenIds], Field(min_length=1, fail_fast=True), at_most(MAX_CORPUS_TEXTS, "texts")]
 
 
 class TokenizeRequest(Templated):
@@ -267,7 +278,7 @@ class TokenizeRequest(Templated):
     prompt: str | None = None
     text: str | None = None
     messages: Messages | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     """None: as decode has it, true for a prompt; a template writes those of messages itself."""
     return_token_strs: bool = False

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationError, field_validator, model_validator
 
-from client.gateway.chats import MAX_MESSAGES, Effort, RefusalPart, Text
+from client.gateway.chats import Effort, Keys, RefusalPart, Text
+from client.gateway.limits import MAX_MESSAGES, MAX_TOOLS, at_most, check_parts
 from client.gateway.no_ops import drop_no_ops
-from client.gateway.openai import ChatRequest, Int32, Int64, Numbers, Strings
+from client.gateway.openai import Biases, ChatRequest, Int32, Int64, Stop
 from client.gateway.strict import Strict
 from client.gateway.structured import JsonSchema, ObjectFormat, SchemaFormat, TextFormat
 
@@ -140,7 +141,7 @@ class AllowedTools(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True), at_most(MAX_TOOLS, "functions")]
 
     def as_chat(self) -> dict[str, Any]:
         return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}}
@@ -184,7 +185,7 @@ class ResponsesRequest(Strict):
     temperature: float | None = None
     top_p: float | None = None
     text: TextConfig = TextConfig()
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = []
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS, "functions")] = []
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
@@ -198,7 +199,7 @@ class ResponsesRequest(Strict):
     include: Annotated[list[Includable], Field(fail_fast=True)] = []
     top_logprobs: Int32 | None = None
     # vLLM's, and what decode has besides:
-    stop: str | Strings | None = None
+    stop: Stop | None = None
     ignore_eos: bool | None = None
     seed: Int64 | None = None
     top_k: Int32 | None = None
@@ -206,11 +207,12 @@ class ResponsesRequest(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Numbers | None = None
+    logit_bias: Biases | None = None
     priority: Int32 | None = None
     timeout_ms: Int64 | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    speculative: dict[str, Any] | None = None
+    chat_template_kwargs: Keys | None = None
+    speculative: Keys | None = None
+    _chat: ChatRequest = PrivateAttr()
 
     @model_validator(mode="before")
     @classmethod
@@ -218,7 +220,7 @@ class ResponsesRequest(Strict):
         if not isinstance(values, dict):
             return values
         found = drop_no_ops(values, cls.model_fields)
-        if isinstance(items := found.get("input"), list):  # messages may leave out that they are
+        if isinstance(items := found.get("input"), list) and len(items) <= MAX_MESSAGES:  # messages may leave out that they are
             found["input"] = [{**item, "type": "message"} if isinstance(item, dict) and item.get("type") is None else item for item in items]
         return found
 
@@ -228,7 +230,7 @@ class ResponsesRequest(Strict):
         kinds = (item.get("type") if isinstance(item, dict) else None for item in value[:MAX_MESSAGES]) if isinstance(value, list) else ()
         if (place := next((i for i, kind in enumerate(kinds) if kind == "item_reference"), None)) is not None:
             raise ValueError(f"item {place} is an item_reference, and nothing is stored: send the item itself, as clients do where store is false")
-        return value
+        return check_parts(value)
 
     @model_validator(mode="after")
     def _check_chat(self) -> ResponsesRequest:
@@ -239,11 +241,15 @@ class ResponsesRequest(Strict):
                 orjson.dumps(getattr(self, key), default=lambda value: value.model_dump())
             except TypeError as error:  # half a surrogate pair, an integer beyond 64 bits, depth
                 raise ValueError(f"{key} cannot be given back with the answer: {error}") from None
-        self.as_chat()
+        self._chat = self._make_chat()
         return self
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat; the instructions come first, as the system's message. Raises ValueError."""
+        """The same as a chat; the instructions come first, as the system's message."""
+        return self._chat
+
+    def _make_chat(self) -> ChatRequest:
+        """Raises ValueError."""
         values: dict[str, Any] = {"messages": self._messages()}
         if not values["messages"]:
             raise ValueError("input has no message: reasoning alone is none")

@@ -4,18 +4,25 @@ like ones there is to be one.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+
+def drop_others(values: dict[str, Any], known: AbstractSet[str | None]) -> dict[str, Any]:
+    """An object's keys without those that are not known, but for the first of these that is not null."""
+    if len(values) <= len(known) and values.keys() <= known:
+        return values
+    first = next((key for key, value in values.items() if value is not None and key not in known), None)
+    return {key: value for key, value in values.items() if key in known or key == first}
 
 
 def drop_unknown(model: type[BaseModel], values: Any) -> Any:
     """An object's keys without those that the model does not know, but for the first of these: it is an error."""
     if not isinstance(values, dict) or values.keys() <= model.model_fields.keys():
         return values
-    known = {name for field, info in model.model_fields.items() for name in (field, info.alias)}
-    unknown = [key for key in values if key not in known]
-    return {key: value for key, value in values.items() if key in known or key == unknown[0]} if len(unknown) > 1 else values
+    return drop_others(values, {name for field, info in model.model_fields.items() for name in (field, info.alias)})
 
 
 class Strict(BaseModel):
@@ -26,4 +33,6 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, values: Any) -> Any:
-        return drop_unknown(cls, {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values)
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in drop_unknown(cls, values).items() if v is not None}

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from client.gateway.limits import MAX_CHOICES, MAX_KEYS, MAX_TOKEN_IDS, at_most
 from client.gateway.no_ops import RENAMED
 from client.gateway.strict import Strict, drop_unknown
 
@@ -49,14 +50,14 @@ class StructuredRequest(Strict):
 
     response_format: ResponseFormat | None = None
     """OpenAI's. With `strict` a schema that cannot be enforced as a whole is refused; without, what cannot be is left out."""
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Annotated[dict[str, Any], at_most(MAX_KEYS, "keys")] | None = None
     """vLLM's, and decode's own."""
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True), at_most(MAX_CHOICES, "strings")] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True), at_most(MAX_TOKEN_IDS, "token ids")] | None = None
     """vLLM's; none where there is none in it."""
     _sent: dict[str, str] = PrivateAttr(default_factory=dict)
     """Fields that the client calls otherwise, and how."""

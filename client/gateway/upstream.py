@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from client.aio import AsyncClient
 from client.gateway.forms import SpecialToken
+from client.headers import NO_HEADERS, Headers
 from client.messages import Chunk, GenerateError
 from client.silence import Watch
 from client.tls import DEFAULT_TLS, Tls
@@ -48,9 +49,9 @@ class Servers(Protocol):
 class Upstream:
     """One connection to a server, shared by all requests. It mends itself when the server comes back."""
 
-    def __init__(self, url: str, model: str, tls: Tls = DEFAULT_TLS) -> None:
+    def __init__(self, url: str, model: str, tls: Tls = DEFAULT_TLS, headers: Headers = NO_HEADERS) -> None:
         self.url = url
-        self._client = AsyncClient(url, model=model, tls=tls)
+        self._client = AsyncClient(url, model=model, tls=tls, headers=headers)
         self._tokens: dict[int, bytes] = {}
         self._answered = -FRESH_SECONDS
         """When a request that was begun lately had its first answer."""

@@ -29,6 +29,7 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from client import Client, GenerateError
 from client.bench.dataset import DatasetError, Prompt, read_prompts
+from client.headers import add_header_arguments, read_headers
 from client.loopback import is_loopback
 from client.tls import add_tls_arguments, read_tls
 from deploy.load.answers import Answer, Answers, WrongAnswer
@@ -51,6 +52,7 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     parser.add_argument("--grpc-url", default="127.0.0.1:8001", help="Triton's gRPC address, by TLS grpcs://HOST:PORT")
     parser.add_argument("--openai-url", default="http://127.0.0.1:8080", help="the gateway's address; OPENAI_API_KEY holds the key")
     add_tls_arguments(parser, has_http=True)
+    add_header_arguments(parser)
     parser.add_argument("--dataset-path", nargs="+", default=[], help="text files or folders (default: code of Python's standard library)")
     parser.add_argument("--num-prompts", type=int, default=64, help="different prompts")
     parser.add_argument("--output-len", type=int, default=64, help="tokens to ask for")
@@ -79,6 +81,7 @@ def prepare(environment: Environment, **_: Any) -> None:
             sys.exit(f"{option} must be at least 1, got {number}")
     try:
         read_tls(options).check_use([options.grpc_url, options.openai_url])
+        read_headers(options)
     except ValueError as error:
         sys.exit(str(error))
     paths = [Path(p) for p in options.dataset_path] or list(list_heldout().values())
@@ -179,7 +182,7 @@ class GrpcUser(StreamingUser):
 
     def on_start(self) -> None:
         options = self.environment.parsed_options
-        self.client = Client(options.grpc_url, tls=read_tls(options).at(options.grpc_url))
+        self.client = Client(options.grpc_url, tls=read_tls(options).at(options.grpc_url), headers=read_headers(options))
 
     def on_stop(self) -> None:
         self.client.close()

@@ -9,7 +9,8 @@ import re
 import select
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 ENGINES = ("decode", "prefill")
@@ -72,12 +73,19 @@ class ServerApi:
     metrics_host: str | None = None
     """Of the metrics port; None: as the others'."""
     has_grpc_tls: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """That clients send, where the server's interfaces are restricted."""
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return self.key, *self.headers.values()
 
     def ask(self, port: int, path: str, body: object = None, *, is_restricted: bool = False) -> http.client.HTTPConnection:
         """Sends a request; its answer can be read from the connection. is_restricted: it wants the key. Raises OSError."""
         host = self.metrics_host or self.host if port == self.metrics_port else self.host
         connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
-        headers = {"Content-Type": "application/json", **({KEY_HEADER: self.key} if is_restricted else {})}
+        own = {} if port == self.metrics_port else self.headers
+        headers = {"Content-Type": "application/json", **own, **({KEY_HEADER: self.key} if is_restricted else {})}
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), headers)
         return connection
 

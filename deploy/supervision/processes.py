@@ -128,6 +128,11 @@ def find_regions(server_pid: int) -> set[str]:
     return set(re.findall(rf"{SHARED_MEMORY_FOLDER}/({REGION}\S+)", maps))
 
 
+def find_ended(pid: int) -> list[int]:
+    """Children of a process that have ended, and that it has not asked for: what they were nobody can tell any more."""
+    return [child.pid for child in _find_children(pid) if read_state(child.pid)[0] == "Z"]
+
+
 def has_children(pid: int) -> bool:
     return bool(_find_children(pid))
 

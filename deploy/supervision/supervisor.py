@@ -28,6 +28,7 @@ from deploy.supervision.processes import (
     read_memory,
     remove_regions,
 )
+from deploy.supervision.starting import Loads
 from deploy.supervision.watch import ModelState, ModelWatch, RestartBudget
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,10 @@ class MemoryFull(Exception):
     """tritonserver has grown beyond its limit: it is to be drained and started again."""
 
 
+class LoadStalled(Exception):
+    """A model that is being loaded does not get on: the server is to be ended and started again."""
+
+
 class Supervisor:
     """Runs a server until it is told to stop by SIGTERM, SIGINT or SIGHUP; the second one ends it at once."""
 
@@ -81,9 +86,10 @@ class Supervisor:
         max_restarts: int,
         stopped_seconds: float = math.inf,
         max_server_memory: int | None = None,
+        start_seconds: float = math.inf,
     ) -> None:
         """models: those with a process. stopped_seconds: after which one that is stopped (SIGSTOP) is hung; infinity: only when hang_seconds say so.
-        max_server_memory: of tritonserver alone, in bytes."""
+        max_server_memory: of tritonserver alone, in bytes. start_seconds: after which a load that does not get on has failed."""
         self.states = [ModelState(name) for name in models]
         self._engine = next(name for name in models if name in ENGINES)
         self.is_draining = False
@@ -93,7 +99,7 @@ class Supervisor:
         self._repository = repository
         self._api = api
         self._drain_seconds = drain_seconds
-        self._hang_seconds, self._stopped_seconds = hang_seconds, stopped_seconds
+        self._hang_seconds, self._stopped_seconds, self._start_seconds = hang_seconds, stopped_seconds, start_seconds
         self._max_restarts = max_restarts
         self.max_server_memory = max_server_memory
         self._budget = RestartBudget(max_restarts)
@@ -140,7 +146,7 @@ class Supervisor:
                 (self._drain_folder / NEXT_DRAIN_FILE).unlink()
 
     def _keep_running(self) -> int:
-        was_up, num_starts = False, 0
+        was_up, num_starts, has_stalled = False, 0, False
         while True:
             self._start()
             num_starts += 1
@@ -148,6 +154,8 @@ class Supervisor:
                 failure = self._attend()
                 if failure is None:
                     return self._drain()
+            except LoadStalled as error:
+                failure, has_stalled = str(error), True
             except MemoryFull as error:
                 failure = str(error)
                 logger.warning("%s: it is drained and started again", failure)
@@ -156,17 +164,18 @@ class Supervisor:
                     return 0
             was_up = was_up or any(s.state != "loading" for s in self.states)
             has_crashed = (self._exit_status or 0) > SIGNALLED
-            exit_status = self._end()
+            exit_status = self._end() if not has_stalled else min(self._end(), 1)
             self.is_draining = False
             for state in self.states:
                 state.set("loading")
             if not was_up:
-                if not has_crashed or num_starts >= MAX_STARTS or not self._max_restarts:
+                if not (has_crashed or has_stalled) or num_starts >= MAX_STARTS or not self._max_restarts:
                     logger.error("%s before it could answer", failure)
                     return exit_status
-                logger.error("%s before it could answer; it crashed, and is started once more", failure)
-                self.num_server_restarts += 1
+                logger.error("%s before it could answer; %s is started once more", failure, "the server" if has_stalled else "it crashed, and")
+                self.num_server_restarts, has_stalled = self.num_server_restarts + 1, False
                 continue
+            has_stalled = False
             delay = self._budget.next()
             if delay is None:
                 logger.error("%s; not started again (max_restarts is 0)", failure)
@@ -213,8 +222,9 @@ class Supervisor:
         return self._process.returncode
 
     def _attend(self) -> str | None:
-        """Returns why the server must be started again, or None after a signal. Raises MemoryFull."""
+        """Returns why the server must be started again, or None after a signal. Raises MemoryFull, LoadStalled."""
         assert self._process is not None
+        loads = Loads(self._process.pid, self._start_seconds, self._hang_seconds)
         is_hidden, memory_due, stopped = False, time.monotonic(), StoppedProcesses(self._stopped_seconds)
         while not self._num_signals:
             if (status := self._exit_status) is not None:
@@ -223,9 +233,12 @@ class Supervisor:
                 return self._failures.get_nowait()
             if stopped.find([self._process.pid], time.monotonic()) is not None:
                 return "the server is stopped (SIGSTOP)"
+            if (stalled := loads.find(self.states, time.monotonic())) is not None:
+                raise LoadStalled(stalled)
             if not is_hidden and has_children(self._process.pid):  # it has read its arguments, and loads models
                 is_hidden = True
-                if not hide_argument(self._process.pid, self._api.key):
+                are_hidden = [hide_argument(self._process.pid, secret) for secret in self._api.secrets]
+                if not all(are_hidden):
                     logger.warning("the key of the restricted APIs stays on the server's command line: users of this machine can read it")
             self._note_regions()
             if time.monotonic() >= memory_due:
