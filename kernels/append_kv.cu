@@ -52,20 +52,20 @@ __device__ __forceinline__ void rotate(Numbers& x, const Numbers& other, const N
 // A thread takes 16 bytes of each half of a head: what rotates together. factors: of codes, what a head's keys and values are multiplied with.
 extern "C" __global__ void append_kv(Number* queries, Held* key_pages, Held* value_pages, const Number* qkv, const Number* cos, const Number* sin,
                                      const int* slots, const int* positions, const float* key_factors, const float* value_factors, int num_tokens,
-                                     int qkv_stride, int slot_words) {
+                                     int qkv_stride, int slot_words, int position_words) {
     launch_dependents();
     wait_for_earlier();
     const int thread = blockIdx.x * blockDim.x + threadIdx.x;
     const int step = thread % HALF_STEPS, head = thread / HALF_STEPS % ALL_HEADS, token = thread / (HALF_STEPS * ALL_HEADS);
     if (token >= num_tokens) return;
-    // A slot is below 2^31 whatever its type: of an int64 the low word is read.
+    // A slot is below 2^31 whatever its type, and so is a position: of an int64 the low word is read.
     const int64_t slot = slots[(int64_t)token * slot_words];
     const Number* source = qkv + (int64_t)token * qkv_stride + head * HEAD_DIM + step * WIDTH;
     Numbers low = *(const Numbers*)source, high = *(const Numbers*)(source + HEAD_DIM / 2);
     const int kv_head = (head - NUM_HEADS) % NUM_KV_HEADS;  // of keys and values
     const bool is_value = head >= NUM_HEADS + NUM_KV_HEADS;
     if (!is_value) {
-        const int64_t row = (int64_t)(positions ? positions[token] : token) * HEAD_DIM + step * WIDTH;
+        const int64_t row = (int64_t)(positions ? positions[(int64_t)token * position_words] : token) * HEAD_DIM + step * WIDTH;
         const Numbers cos_low = *(const Numbers*)(cos + row), cos_high = *(const Numbers*)(cos + row + HEAD_DIM / 2);
         const Numbers sin_low = *(const Numbers*)(sin + row), sin_high = *(const Numbers*)(sin + row + HEAD_DIM / 2);
         const Numbers old = low;

@@ -53,7 +53,7 @@ def append_kv(
     """Rotates queries and keys (RoPE, half-split layout), writes keys and values to their slots, returns the queries [T, H, D].
 
     qkv [T, H + 2 Hkv, D], its tokens at any stride that is a multiple of 16 bytes; cos and sin [T, 1, D], sin negated in its first
-    half, or with positions [T] int32 the whole tables [L, 1, D]; slots [T] (int32 or int64): KV slots (see
+    half, or with positions [T] (int32 or int64) the whole tables [L, 1, D]; slots [T] (int32 or int64): KV slots (see
     `reference.token_rows`), a negative one is not written; pages [P, page, Hkv, D], keys and values the same number of bytes apart.
     scales: the pages are in e4m3; None: in the type of qkv.
     """
@@ -68,14 +68,14 @@ def append_kv(
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; must be {qkv.dtype} [{num_angles}, 1, {size}], contiguous")
     if slots.shape != (num_tokens,) or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slots is {slots.dtype} {list(slots.shape)}; must be int32 or int64 [{num_tokens}]")
-    if positions is not None and (positions.shape != (num_tokens,) or positions.dtype != torch.int32):
-        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; must be int32 [{num_tokens}]")
+    if positions is not None and (positions.shape != (num_tokens,) or positions.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; must be int32 or int64 [{num_tokens}]")
     check_planes(key_pages, value_pages, key_pages.shape[1:], qkv.dtype if scales is None else reference.E4M3)
     if scales is not None:
         scales.check(num_kv, "append_kv")
     if not qkv.is_cuda:
         if scales is None and cpu_attention.is_usable(size, qkv.dtype):
-            return cpu_attention.append_kv(qkv, cos, sin, slots, key_pages, value_pages, positions)
+            return cpu_attention.append_kv(qkv, cos, sin, slots, key_pages, value_pages, None if positions is None else positions.int())
         return reference.append_kv(qkv, cos, sin, slots, key_pages, value_pages, positions, scales)
     width = 16 // qkv.element_size()
     if size % (2 * width) or qkv.stride(0) % width or qkv.data_ptr() % 16:
@@ -102,5 +102,6 @@ def append_kv(
         num_tokens,
         qkv.stride(0),
         slots.element_size() // 4,
+        1 if positions is None else positions.element_size() // 4,
     )
     return queries

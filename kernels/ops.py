@@ -9,6 +9,7 @@ from kernels.cache_scales import CacheScales
 from kernels.candidates import choose_candidates
 from kernels.compact import compact_rows
 from kernels.distribution import draw_tokens, probabilities
+from kernels.drafter import NEVER_MASKED, Spread, pair_rows
 from kernels.experts import add_mixed, choose_groups
 from kernels.experts import mix_experts as mix_experts_on_gpu
 from kernels.latent import append_latent
@@ -44,6 +45,7 @@ __all__ = [
     "DRAFT_STREAM",
     "E4M3",
     "E4M3_MAX",
+    "NEVER_MASKED",
     "SAMPLE_STREAM",
     "STORED_STEP",
     "Admission",
@@ -58,6 +60,7 @@ __all__ = [
     "Routing",
     "SplitAttention",
     "SplitRows",
+    "Spread",
     "StepAttention",
     "StepRows",
     "StepSizes",
@@ -93,6 +96,7 @@ __all__ = [
     "norm_heads",
     "norm_linear",
     "pack_results",
+    "pair_rows",
     "plan_attention",
     "prepare_drafter",
     "prepare_step",

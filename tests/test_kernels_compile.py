@@ -33,6 +33,7 @@ DEFINES = {
     "all_reduce": {"ELEMENT": "__nv_bfloat16", "RANKS": 4},
     "append_kv": {"DTYPE": 0, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128},
     "distribution": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1},
+    "drafter": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
     "experts": {"ELEMENT": "__nv_bfloat16", "TOKENS": 16, "TILES": 2, "SLOTS": 32, "SHARED": 160 * 1024, "GATED": 1, "GATHER": 1},
     "latent": {"ELEMENT": "__nv_bfloat16", "SPLIT": 4, "STEPS": 4},
     "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},

@@ -173,6 +173,9 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._embedding(token_ids)
 
+    def embeddings(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        return self._embedding.rows(token_ids)
+
     def has_embedding(self, weight: torch.Tensor) -> bool:
         return self._embedding.is_same(weight)
 

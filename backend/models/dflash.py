@@ -16,7 +16,7 @@ from backend.drafter_checks import read_dflash_spec
 from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer, find_kinds
 from backend.models.dflash_spec import MAP, MarkovSpec
-from backend.models.drafter_weights import load_embedding, load_head, scatter_logits
+from backend.models.drafter_weights import load_embedding, load_head, spread_over
 from backend.models.layers import Weights, own_heads
 from backend.models.loading import Model, open_drafter
 from backend.models.parts import Attention
@@ -98,8 +98,9 @@ class Dflash:
             self._target, self._fc = target, weights.split_rows([spec.fc])
             self._hidden_norm, self._norm = (weights.norm(name, spec.hidden_size) for name in (spec.hidden_norm, spec.norm))
             self._embedding = load_embedding(spec.embedding, spec.hidden_size, checkpoint, target, weights)
-            head, self._target_ids = load_head(spec.head, MAP, spec.draft_vocab_size, spec.hidden_size, checkpoint, target, weights)
+            head, target_ids = load_head(spec.head, MAP, spec.draft_vocab_size, spec.hidden_size, checkpoint, target, weights)
             self._head = None if head is None else make_linear(head)
+            self._spread = spread_over(target, target_ids)
             vocab_sizes = (spec.vocab_size, spec.draft_vocab_size)
             self.markov = None if spec.markov is None else MarkovHead(spec.markov, spec.hidden_size, vocab_sizes, weights, target.draft_ids)
             self._confidence: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -154,7 +155,7 @@ class Dflash:
 
     def spread(self, scores: torch.Tensor) -> torch.Tensor:
         """[R, draft vocabulary] -> [R, V] over the target's vocabulary; -inf: a token that is never drafted."""
-        return scatter_logits(scores, self._target_ids, self._target.vocab_size)
+        return self._spread(scores)
 
     def judge(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor | None:
         """How likely drafts are to stand [B] float32, of their rows [B, hidden] and of the tokens before them [B, rank]; None: nobody says."""

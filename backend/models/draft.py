@@ -16,7 +16,7 @@ from backend.errors import ModelError
 from backend.model_checks import check_model
 from backend.model_files import read_config
 from backend.models.decoder import Decoder
-from backend.models.drafter_weights import scatter_logits
+from backend.models.drafter_weights import spread_over
 from backend.models.loading import Model, check_gpu, open_checkpoint
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
@@ -61,11 +61,11 @@ class DraftModel:
             check_gpu(spec, dtype)
         if (own := spec.max_model_len) < context_len:
             logger.warning("%s: max_position_embeddings is %d; contexts of %d are served: drafts past it may be worse", spec.where, own, context_len)
-        self._vocab_size, self._own_of, self._target_ids, own_ids = target.vocab_size, None, None, None
+        self._vocab_size, self._own_of, self._spread, own_ids = target.vocab_size, None, None, None
         if has_other_tokens or target.draft_ids is not None:
             folders = (directory, target_directory)
             own_ids, target_ids, own_of = _choose_tokens(*folders, spec.vocab_size, target, has_other_tokens=has_other_tokens)
-            self._target_ids, self._own_of = target_ids.to(device), None if own_of is None else own_of.to(device)
+            self._spread, self._own_of = spread_over(target, target_ids.to(device)), None if own_of is None else own_of.to(device)
         with open_checkpoint(directory, dtype, device, load_format, is_drafter=True) as checkpoint:
             arguments = (spec, checkpoint, dtype, device, ranks, context_len)
             self._model = Decoder(*arguments, quantization=quantization, draft_ids=own_ids, only_drafts=True)
@@ -98,8 +98,8 @@ class DraftModel:
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         logits = self._model.draft_scores(states)
-        if self._target_ids is not None:
-            return scatter_logits(logits, self._target_ids, self._vocab_size)
+        if self._spread is not None:
+            return self._spread(logits)
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +13,7 @@ from backend.models.eagle_spec import MASK
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.models.loading import Model
+from kernels import ops
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +82,9 @@ def refuse_token_map(target: Model, why: str) -> None:
         raise ModelError(f"{why}: leave draft_token_map out of speculative_config (it names {len(target.draft_ids)})")
 
 
-def scatter_logits(logits: torch.Tensor, target_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """[R, drafter's tokens] -> [R, V] over the target's vocabulary, -inf for tokens that the drafter does not have; None: it has them all."""
-    if target_ids is None:
-        return logits
-    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, target_ids, logits)
+def spread_over(target: Model, target_ids: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes scores of a drafter's tokens [R, N] scores of all of the target's [R, V]: see `ops.Spread`. None: it has all, in their order."""
+    return (lambda scores: scores) if target_ids is None else ops.Spread(target_ids, target.vocab_size)
 
 
 def load_vector(name: str, size: int, checkpoint: Checkpoint, weights: Weights) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from backend.drafter_checks import read_eagle_spec
 from backend.models.decoder_layer import DecoderLayer, find_kinds
-from backend.models.drafter_weights import load_embedding, load_head, load_vector, scatter_logits
+from backend.models.drafter_weights import load_embedding, load_head, load_vector, spread_over
 from backend.models.eagle_spec import MAP, EagleSpec, choose_parallel
 from backend.models.layers import Weights, own_heads
 from backend.models.loader import Checkpoint
@@ -78,8 +78,8 @@ class Eagle:
         has_own = spec.tapped_layers or spec.hidden_size != target.hidden_size
         self._embedding = load_embedding(spec.embedding, spec.hidden_size, checkpoint, target, weights) if has_own else None
         sizes = (spec.draft_vocab_size, spec.hidden_size)
-        head, self._target_ids = load_head(spec.head, MAP, *sizes, checkpoint, target, weights, can_have_own=bool(spec.tapped_layers))
-        self._head = None if head is None else make_linear(head)
+        head, target_ids = load_head(spec.head, MAP, *sizes, checkpoint, target, weights, can_have_own=bool(spec.tapped_layers))
+        self._head, self._spread = None if head is None else make_linear(head), spread_over(target, target_ids)
         self.mask_token_id, self.mask_state = None, None
         if choose_parallel(spec, checkpoint.names, is_parallel):
             assert spec.mask_token_id is not None and spec.mask_hidden is not None
@@ -111,20 +111,27 @@ class Eagle:
         cache: tuple[torch.Tensor, ...],
         plan: ops.Plan,
     ) -> torch.Tensor:
-        embedded = self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
-        state = previous
-        if self._embedding_norm is not None:
-            embedded = ops.rms_norm(embedded, self._embedding_norm, self.eps)
-        if self._hidden_norm is not None:
-            state = ops.rms_norm(previous, self._hidden_norm, self.eps)
-        pair = torch.cat([embedded, state], dim=-1)
-        if self.tapped_layers:
-            x, attended = (state if self._spec.is_norm_residual else previous.clone()), pair
+        table, ids, factor = (self._embedding, token_ids, 1.0) if self._embedding is not None else self._target.embeddings(token_ids)
+        pairs = ops.pair_rows(
+            table,
+            ids,
+            previous,
+            positions,
+            embedding_norm=self._embedding_norm,
+            hidden_norm=self._hidden_norm,
+            eps=self.eps,
+            masked=0 if self.tapped_layers else ops.NEVER_MASKED,
+            masks_pair=True,
+            keeps_states=bool(self.tapped_layers),
+            keeps_normed=self._spec.is_norm_residual,
+            factor=factor,
+        )
+        if pairs.states is not None:
+            x, attended = pairs.states, pairs.rows
         else:
-            x = self._fc(pair)
-            attended = x.clone()
-        attended.masked_fill_((positions == 0)[:, None], 0)
-        angles, count = self._tables.at(positions), len(cache) // len(self._layers)
+            x = self._fc(pairs.rows)
+            attended = x.masked_fill((positions == 0)[:, None], 0)
+        angles, count = self._tables.for_one(positions), len(cache) // len(self._layers)
         for number, own in enumerate(self._layers):
             x = own.forward(x, angles, slots, cache[count * number : count * (number + 1)], plan, attended=attended if number == 0 else None)
         return self._normalize(x) if self._spec.is_norm_recycled else x
@@ -137,4 +144,4 @@ class Eagle:
         logits = self._target.draft_scores(x) if self._head is None else self._head(x)
         if self._spec.logit_scale != 1.0:
             logits = logits * self._spec.logit_scale
-        return scatter_logits(logits, self._target_ids, self._target.vocab_size)
+        return self._spread(logits)

@@ -32,6 +32,12 @@ class Embedding:
         x = self._scaled(self._weight[token_ids])
         return self._ranks.gather_vocabulary(x, self._width) if self.is_split else x
 
+    def rows(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        """What tokens [T] become, as `ops.pair_rows` takes it: a table, its rows, and a factor. Split by columns: the rows themselves."""
+        if self.is_split:
+            return self(token_ids), None, 1.0
+        return self._weight, token_ids, 1.0 if self._scale is None else self._scale
+
     def is_same(self, weight: torch.Tensor) -> bool:
         """Whether tokens become rows of this [V, hidden]; the same on every rank. Every rank has to ask, with the same."""
         rows = torch.arange(len(weight), device=weight.device).split(COMPARED_ROWS)

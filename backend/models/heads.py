@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from backend.drafter_checks import read_heads_spec
 from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer, find_kinds
-from backend.models.drafter_weights import refuse_token_map, scatter_logits
+from backend.models.drafter_weights import refuse_token_map, spread_over
 from backend.models.heads_spec import Block, HeadsSpec, LstmSpec, SpeculatorSpec
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
@@ -75,7 +75,7 @@ class PrefixLayer:
         self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan
     ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; states is changed in place. A state of zeros, of the first token, leaves keys and values of zeros."""
-        return ops.rms_norm(self._layer.forward(states, self._tables.at(positions), slots, cache, plan), self._norm, self._eps)
+        return ops.rms_norm(self._layer.forward(states, self._tables.for_one(positions), slots, cache, plan), self._norm, self._eps)
 
 
 class ResidualHeads:
@@ -89,7 +89,7 @@ class ResidualHeads:
         scores = {head.scores: None for head in spec.heads}  # some have one for all
         made = {own: _make_scores(own.name, own.out_features, own.in_features, weights, None if spec.map else target.draft_ids) for own in scores}
         self._scores = [made[head.scores] for head in spec.heads]
-        self._token_map = target.draft_ids
+        token_map = target.draft_ids
         if spec.map is not None:
             refuse_token_map(target, f"{checkpoint.directory}: {spec.map} names the tokens that the heads score")
             count = spec.heads[0].scores.out_features
@@ -100,7 +100,8 @@ class ResidualHeads:
                     f"{checkpoint.directory}: {spec.map} has token ids from {low} to {high}, {num_double} of them twice; the target has ids 0 to "
                     f"{target.vocab_size - 1}, and each may come once"
                 )
-            self._token_map = ids.to(weights.device)
+            token_map = ids.to(weights.device)
+        self._spread = spread_over(target, token_map)
         self.prefix = PrefixLayer(spec, weights, target.context_len) if spec.prefix is not None else None
 
     @staticmethod
@@ -122,7 +123,7 @@ class ResidualHeads:
         for linear, shortcut in self._blocks[step]:
             y = F.silu(linear(x))
             x = y + (x if shortcut is None else shortcut(x))
-        return scatter_logits(self._scores[step](x), self._token_map, self._target.vocab_size)
+        return self._spread(self._scores[step](x))
 
 
 class MlpSpeculator:
@@ -144,7 +145,7 @@ class MlpSpeculator:
         self._embeddings = [embeddings[name] for name in spec.embeddings]
         self._projections = [projections[name] for name in spec.projections]
         self._norms = [norms[name] for name in spec.norms]
-        self._scores = [scores[name] for name in spec.scores]
+        self._scores, self._spread = [scores[name] for name in spec.scores], spread_over(target, target.draft_ids)
         self._token_weight = token_weight(spec.num_predicted, inner)
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -160,7 +161,7 @@ class MlpSpeculator:
         return [_activate(x, self._norms[step])]
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
-        return scatter_logits(self._scores[step](states[0]), self._target.draft_ids, self._target.vocab_size)
+        return self._spread(self._scores[step](states[0]))
 
 
 def _check_copies(spec: SpeculatorSpec, checkpoint: Checkpoint) -> None:
@@ -187,6 +188,7 @@ class LstmSpeculator:
         norms = ([weights.whole(f"{prefix}{name}_ln.0.{part}", (inner,)) for part in ("weight", "bias")] for name in ("cell", "state"))
         self._cell_norm, self._state_norm = norms
         self._scores = _make_scores(f"{prefix}head.0", spec.vocab_size, inner, weights, target.draft_ids)
+        self._spread = spread_over(target, target.draft_ids)
         self._token_weight = token_weight(spec.num_predicted, inner)
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -206,7 +208,7 @@ class LstmSpeculator:
         return [_activate(cell, self._state_norm) * give, cell]
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
-        return scatter_logits(self._scores(states[0]), self._target.draft_ids, self._target.vocab_size)
+        return self._spread(self._scores(states[0]))
 
 
 def token_weight(num_predicted: int, inner: int) -> float:

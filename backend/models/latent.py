@@ -55,7 +55,8 @@ class LatentAttention:
         if self._query_norm is not None:
             query = self._query.after_norm(query, self._query_norm, self._norm_eps)
         query, (pages,) = query.view(len(x), -1, self._size), cache
-        ops.append_latent(query, latents, self._latent_norm, self._norm_eps, angles.cos, angles.sin, slots, pages, self.cache_scales)
+        own = angles.own
+        ops.append_latent(query, latents, self._latent_norm, self._norm_eps, own.cos, own.sin, slots, pages, self.cache_scales)
         return query
 
     def _project(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

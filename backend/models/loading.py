@@ -116,6 +116,10 @@ class Model(Protocol):
         """Token ids [T] -> [T, hidden], as the first layer takes them."""
         ...
 
+    def embeddings(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        """What `embed` gives, as `ops.pair_rows` takes it: a table [V, hidden], its rows, or None for the table itself, and a factor."""
+        ...
+
     def has_embedding(self, weight: torch.Tensor) -> bool:
         """Whether `embed` gives the rows of this [V, hidden]. Every rank has to ask, with the same."""
         ...

@@ -17,7 +17,7 @@ from backend.model_checks import check_drafter, check_fits_target, check_roundin
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
 from backend.models.decoder_layer import DecoderLayer, find_kinds
-from backend.models.drafter_weights import scatter_logits
+from backend.models.drafter_weights import spread_over
 from backend.models.layers import Weights, own_heads
 from backend.models.mtp_spec import MtpLayerSpec
 from backend.models.rope import RopeTables
@@ -61,7 +61,7 @@ class Mtp:
         check_fits_target(config, directory, hidden_size=target.hidden_size, vocab_size=target.vocab_size, max_model_len=target.max_model_len)
         spec = check_drafter(directory, has_weights=load_format != "dummy")
         check_rounding(config, directory, quantization, spec)
-        self._target = target
+        self._target, self._spread = target, spread_over(target, target.draft_ids)
         self.hidden_size: int = target.hidden_size
         self.num_layers = len(spec.layers)
         self.tap_width: int = target.hidden_size
@@ -97,16 +97,23 @@ class Mtp:
     ) -> torch.Tensor:
         """States [T, hidden] of one layer at tokens [T]; previous [T, hidden]: states at the tokens before them."""
         own = self.layers[layer]
-        embedded = self._target.embed(token_ids)
-        if self._is_first_masked:  # the norm leaves zeros as they are
-            embedded = embedded.masked_fill((positions == layer + 1)[:, None], 0)
-        embedded = ops.rms_norm(embedded, own.embedding_norm, self.eps)
-        parts = [embedded, ops.rms_norm(previous, own.hidden_norm, self.eps)]
-        x = own.projection(torch.cat(parts[::-1] if self._is_hidden_first else parts, dim=-1))
-        x = own.decoder.forward(x, self._tables.at(positions), slots, cache, plan)
+        table, ids, factor = self._target.embeddings(token_ids)
+        pairs = ops.pair_rows(
+            table,
+            ids,
+            previous,
+            positions,
+            embedding_norm=own.embedding_norm,
+            hidden_norm=own.hidden_norm,
+            eps=self.eps,
+            masked=layer + 1 if self._is_first_masked else ops.NEVER_MASKED,
+            is_hidden_first=self._is_hidden_first,
+            factor=factor,
+        )
+        x = own.decoder.forward(own.projection(pairs.rows), self._tables.for_one(positions), slots, cache, plan)
         return ops.rms_norm(x, own.head_norm, self.eps) if self._is_norm_recycled else x
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V] in the model's dtype."""
         normed = states if self._is_norm_recycled else ops.rms_norm(states, self.layers[layer].head_norm, self.eps)
-        return scatter_logits(self._target.draft_scores(normed), self._target.draft_ids, self._target.vocab_size)
+        return self._spread(self._target.draft_scores(normed))

@@ -117,7 +117,7 @@ class Attention:
         if self._clip is not None:
             heads.clamp_(-self._clip, self._clip)
         keys, values = cache
-        query = ops.append_kv(heads, angles.cos, angles.sin, slots, keys, values, scales=self.cache_scales)
+        query = ops.append_kv(heads, angles.cos, angles.sin, slots, keys, values, angles.positions, self.cache_scales)
         return query if angles.query_scale is None else query * angles.query_scale
 
     def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, out: torch.Tensor | None = None) -> torch.Tensor:

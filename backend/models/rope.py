@@ -94,6 +94,13 @@ class Angles(NamedTuple):
     sin: torch.Tensor
     query_scale: torch.Tensor | None
     """[T, 1, 1]"""
+    positions: torch.Tensor | None = None
+    """[T] int64: cos and sin are those of all positions [L, 1, D]. None: of the tokens."""
+
+    @property
+    def own(self) -> Angles:
+        """Of the tokens in any case."""
+        return self if self.positions is None else Angles(self.cos[self.positions], self.sin[self.positions], self.query_scale)
 
 
 class RopeTables:
@@ -120,6 +127,12 @@ class RopeTables:
     def at(self, positions: torch.Tensor) -> Angles:
         scale = self._query_scale
         return Angles(self.cos[positions], self.sin[positions], None if scale is None else scale[positions])
+
+    def for_one(self, positions: torch.Tensor) -> Angles:
+        """The same for one layer: on a GPU it looks them up itself."""
+        if not positions.is_cuda:
+            return self.at(positions)
+        return Angles(self.cos, self.sin, None if self._query_scale is None else self._query_scale[positions], positions)
 
 
 def rope_tables(

@@ -268,6 +268,8 @@ class DraftPhase:
         packed, lengths = step.draft_packed, step.draft_lens
         assert drafter is not None and packed is not None and lengths is not None
         standing = None if step.chances is None or outputs is None else Standing(step.chances, step.indices, *outputs)
+        is_drawn = self._config.draft_sampling != "greedy" and not (standing is not None and is_likeliest)
+        ones = torch.arange(shape.batch + 1, dtype=torch.int32, device=packed.device) if is_drawn else None
         for number in range(shape.num_model_drafts):
             judged = self._block.judge(states, number) if self._block is not None and (least or standing is not None) else None
             if judged is not None and least:
@@ -281,7 +283,7 @@ class DraftPhase:
                 likeliest, own = ops.likeliest(logits)
                 standing.note(number, own if judged is None else judged, is_ended)
                 chosen = likeliest if is_likeliest else None
-            chosen = self._choose_draft(step, logits, number, chosen)
+            chosen = self._choose_draft(step, logits, number, chosen, ones)
             ops.append_draft(packed, lengths, table, step.fields, chosen, self._page_table, step.sizes, number, is_ended)
             if step.fields.device.type == "cpu":
                 note_time(step.draft_ends)
@@ -290,13 +292,16 @@ class DraftPhase:
             if number + 1 < shape.num_model_drafts:
                 states = self._extend(drafter, packed, states, number + 1, step.draft_attention)
 
-    def _choose_draft(self, step: StepTensors, logits: torch.Tensor, number: int, chosen: torch.Tensor | None) -> torch.Tensor:
-        """Draft `number` of each request [B] int32, of logits [B, V]. chosen: what is known to be the target's rule's."""
+    def _choose_draft(
+        self, step: StepTensors, logits: torch.Tensor, number: int, chosen: torch.Tensor | None, ones: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Draft `number` of each request [B] int32, of logits [B, V]. chosen: what is known to be the target's rule's; ones: where each request's row
+        of logits begins, unless drafts are the likeliest anyway."""
         table, options = self._table, step.shape.options
-        if chosen is None and self._config.draft_sampling == "greedy":
+        if chosen is None and ones is None:
             chosen = ops.argmax(logits).int()
         elif chosen is None:  # with the noise that the target will draw with at that place
-            ones = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+            assert ones is not None
             chosen, _ = ops.choose(logits, table, step.indices, ones, ahead=number)
         if options & (Options.REJECTION | Options.TOP_P):
             chosen = self._distributions.draw(logits, step.indices, chosen, number, options)

@@ -31,7 +31,7 @@ def test_append_kv(case: tuple[int, int, int, int, int, torch.dtype], has_positi
 
     num_pages = count // page + 3
     qkv = draw(count, num_heads + 2 * num_kv + 1, size)[:, : num_heads + 2 * num_kv]  # a view with a stride
-    positions = torch.randint(0, 50, (count,), generator=generator, device=device, dtype=torch.int32) if has_positions else None
+    positions = torch.randint(0, 50, (count,), generator=generator, device=device, dtype=index) if has_positions else None
     cos, sin = (draw(50 if has_positions else count, 1, size) for _ in range(2))
     places = torch.randperm(num_pages * page, generator=generator, device=device)[:count]
     slots = (places // page * (2 * page + 3) + places % page).to(index)
