@@ -12,7 +12,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from backend import sampling_params, structured_outputs
-from backend.adapters.request_io import MAX_JSON_CHARACTERS
 from backend.engine_process.calls import MAX_CORPUS_CHARACTERS
 from backend.tools import MAX_TOOLS
 from client.gateway import limits
@@ -169,7 +168,7 @@ def test_counts_are_the_server_s() -> None:
     assert (limits.MAX_STOP_TOKEN_IDS, limits.MAX_LOGIT_BIASES) == (sampling_params.MAX_STOP_TOKEN_IDS, sampling_params.MAX_LOGIT_BIASES)
     assert (limits.MAX_TOOLS, limits.MAX_CHOICES) == (MAX_TOOLS, structured_outputs.MAX_CHOICES)
     assert 2 * limits.MAX_TOKEN_IDS == structured_outputs.MAX_CHARACTERS
-    assert 4 * limits.MAX_KEYS == MAX_JSON_CHARACTERS and 5 * limits.MAX_CORPUS_TEXTS == MAX_CORPUS_CHARACTERS
+    assert 5 * limits.MAX_CORPUS_TEXTS == MAX_CORPUS_CHARACTERS
 
 
 def test_parameters_are_written_once_for_all_prompts() -> None:

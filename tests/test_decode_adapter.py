@@ -24,6 +24,7 @@ import pytest
 from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError
 from backend.own_process import command
+from client.gateway.limits import MAX_KEYS
 from deploy.supervision.processes import is_running
 from tests.conftest import ROOT
 from tests.triton_stand_in import HostThread, InferenceRequest, Sender
@@ -121,6 +122,11 @@ def test_the_inputs_that_errors_name_are_the_repositorys(adapter):
     assert sorted(own.INPUTS) == sorted(inputs)
     text = (ROOT / "docs/api.md").read_text().partition("### Inputs of `decode`")[2]
     assert [name for name in own.INPUTS_ELSEWHERE if not re.search(rf"^\|[^|]*`{name}`", text, re.M)] == []
+
+
+def test_the_gateway_counts_keys_as_what_an_input_holds(adapter):
+    """No more of them than its JSON has room for: four characters each at least."""
+    assert 4 * MAX_KEYS == importlib.import_module("backend.adapters.request_io").MAX_JSON_CHARACTERS
 
 
 def test_an_answer(model):

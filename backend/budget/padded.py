@@ -47,7 +47,7 @@ class PaddedTimes:
         self._host: dict[tuple[bool, bool], dict[int, Times]] = defaultdict(lambda: defaultdict(Times))
         # Of the device's time in steps that are waited for, by whether they have prompts: the share that the host does nothing in.
         self._idle: dict[bool, float] = {}
-        self._effort = 0  # of the step planned last
+        self._had_model = False  # the step planned last
         self._share = 0.0  # of steps with prompts
         self._tokens = 0.0  # of a step
         self._prompt_rows = 0.0  # of such a step
@@ -97,10 +97,9 @@ class PaddedTimes:
         self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, *, has_drafts: bool = False, has_model: bool = False
     ) -> None:
         """is_waited_for: the device had nothing to do meanwhile; has_drafts: requests had some, or were looked up; has_model: the model made some."""
-        effort, before = _effort(has_drafts, has_model), self._effort
-        self._effort = effort
-        if effort == before or is_waited_for:  # else the step that was booked meanwhile was another kind's: the first one of a trial
-            self._host[has_prompts, is_waited_for][effort].add(num_requests, seconds)
+        is_alike, self._had_model = has_model == self._had_model, has_model
+        if is_alike or is_waited_for:  # else the step that was booked meanwhile had the model's drafts, or lacked them: a trial's first one
+            self._host[has_prompts, is_waited_for][_effort(has_drafts, has_model)].add(num_requests, seconds)
 
     def add_wait(self, seconds: float, device_seconds: float, has_prompts: bool) -> None:
         """Of a step that was waited for: how long the host did nothing, and how long the device took."""
