@@ -205,6 +205,16 @@ def test_the_steps_lookup_is_left_out_where_the_hosts_make_all(monkeypatch: pyte
     assert not budget._beside.is_left_out
 
 
+def test_what_always_waits_for_the_host_says_nothing_of_the_steps_lookup() -> None:
+    chain = by_match("suffix", 8, 4)
+    for may_wait in (False, True):
+        budget = DraftBudget(lambda request, may_wait=may_wait: Ability(lookup="ngram", has_host=True, may_wait=may_wait), is_exact=False)  # type: ignore[misc]
+        request = Request("a", [1, 2], SamplingParams(), Speculation("auto", TOP))
+        for has_step in (True, False):
+            budget.learn(request, chain, 4, False, asked_host=True, has_step=has_step)
+        assert budget._beside._all == 4 * may_wait, "of both, one that the step's lookup had been asked for as well"
+
+
 def test_prompts_are_kept_from_a_model_that_was_left_long_ago() -> None:
     planner, drafters = make_planner(method="auto", request_methods=["mtp"])
     own, limits = resolve(SpeculativeConfig(method="auto", request_methods=["mtp"]), None), drafters.budget._limits

@@ -361,7 +361,7 @@ class DraftBudget:
         they are, in the place of a chain; matched: of the step's lookup, whatever was verified; is_alone: its drafts came in the model's place;
         asked_host: the host's lookups were asked, and some of the drafts may be theirs; has_step: the step before had been asked too."""
         own, often, how = self._of(request), self._often, {"is_alone": is_alone, "asked_host": asked_host, "has_step": has_step}
-        if asked_host and has_step and not has_model and not self._is_exact:
+        if asked_host and has_step and not has_model and own.ability.may_wait:
             self._beside.note(num_accepted, bool(chain) and chain[0].source == own.ability.lookup)
         self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, often=often, **how)
 

@@ -251,15 +251,15 @@ class SuffixLookup:
     def _turn_of(self, own: _Open, count: int, shared: SuffixIndex | None) -> Turn | None:
         """What a request brings and asks; None: nothing is known to look in."""
         request, text, answer = own.request, own.text, own.answer
-        start = text.num_inserted
-        token_ids = request.token_ids[start:]
-        if not own.is_queued and 0 < len(token_ids) <= suffix_texts.SLICE_TOKENS and text.has_room and start >= len(request.prompt_token_ids):
+        start, missing = text.num_inserted, len(request.token_ids) - text.num_inserted
+        if not own.is_queued and 0 < missing <= suffix_texts.SLICE_TOKENS and text.has_room and start >= len(request.prompt_token_ids):
+            token_ids = request.token_ids[start:]
             if not self._is_sharing:
-                text.note(len(token_ids))
+                text.note(missing)
                 return Turn(text.index, text.piece_ids[-1], -1, token_ids, count)
             if answer is not None and answer.has_room and answer.is_in:
-                text.note(len(token_ids))
-                answer.note(len(token_ids))
+                text.note(missing)
+                answer.note(missing)
                 self._texts.book(answer, token_ids)
                 return Turn(text.index, text.piece_ids[-1], -1 if answer.is_evicted else answer.piece_ids[-1], token_ids, count)
         if self._bring_up(own):
