@@ -231,8 +231,8 @@ class Planner:
                 plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
                 step.num_asked += 1
                 step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
-        is_left = place.has_lookup and bool(place.host) and budget.leaves_lookup(request)
-        if place.has_lookup and not is_left and entry.emits and (limit := min(budget.limit(request), MAX_DRAFTS)):
+        is_left_out = place.has_lookup and bool(place.host) and not budget.settle_lookup(request)
+        if place.has_lookup and not is_left_out and entry.emits and (limit := min(budget.limit(request), MAX_DRAFTS)):
             lookup_limit = limit
             if model_limit or self._is_exact:  # else there is nothing in the place of which it would draft
                 alone = budget.alone_score(request, model_limit, limit)
@@ -243,7 +243,7 @@ class Planner:
         known.drafted = Drafted(self._sources(model_limit, lookup_limit), alone, num_model=model_limit)
         # To copy and read it takes the host as long as to plan a row does.
         if not plan.reports_drafts:
-            plan.reports_drafts = known.is_reported or drafter_count != 0 or model_limit > 0 or (not is_left and self._joins_host(request, known))
+            plan.reports_drafts = known.is_reported or drafter_count != 0 or model_limit > 0 or (not is_left_out and self._joins_host(request, known))
         step.verified.append(verified)
         step.made.append(known.drafted)
         first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)

@@ -24,7 +24,7 @@ from kernels._load_cpu import find_library
 GRAMS = (1, 2, 4)
 MOST = (16, 32, 64)
 FEW = 16
-"""Of cpu/suffix_index.h."""
+"""Of cpu/suffix_draft.h and cpu/suffix_index.h."""
 
 
 class SuffixDraft(NamedTuple):

@@ -48,6 +48,16 @@ def make_planner(**options: Any) -> tuple[Planner, Drafters]:
     return Planner(config, drafters, **sizes, has_step_drafter=config.model_method != "", is_layout_exact=False), drafters
 
 
+def make_auto() -> tuple[Planner, DraftBudget, Request]:
+    """With suffix beside the model and ngram, and a request whose prompt was planned."""
+    planner, drafters = make_planner(**AUTO)
+    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), resolve(SpeculativeConfig(**AUTO), None), page_ids=list(range(70)))
+    drafters.start(request)
+    planner.plan(Batch([Scheduled(request, 20)]))
+    request.num_computed_tokens = 20
+    return planner, drafters.budget, request
+
+
 def shape_of(step: PlannedStep) -> StepShape:
     plan = step.plan
     wants = {"num_model_drafts": plan.num_model_drafts, "has_lookup": plan.has_lookup, "has_lookup_alone": plan.has_lookup_alone}
@@ -149,12 +159,7 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
 
 def test_a_report_is_read_where_somebody_looks_at_it() -> None:
     """To copy and read it takes the host as long as to plan the step. What it has not seen it does not draft in the place of."""
-    planner, drafters = make_planner(**AUTO)
-    own, budget = resolve(SpeculativeConfig(**AUTO), None), drafters.budget
-    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
-    drafters.start(request)
-    planner.plan(Batch([Scheduled(request, 20)]))
-    request.num_computed_tokens = 20
+    planner, budget, request = make_auto()
 
     def plan(is_asked: bool, waits: bool) -> tuple[bool, bool]:
         """Whether the step reports, and whether the host drafted for it."""
@@ -174,12 +179,7 @@ def test_a_report_is_read_where_somebody_looks_at_it() -> None:
 
 def test_the_steps_lookup_is_left_out_where_the_hosts_make_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request would be planned, reported and weighed twice for it. That it found nothing is not said of it then."""
-    planner, drafters = make_planner(**AUTO)
-    own, budget = resolve(SpeculativeConfig(**AUTO), None), drafters.budget
-    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
-    drafters.start(request)
-    planner.plan(Batch([Scheduled(request, 20)]))
-    request.num_computed_tokens = 20
+    planner, budget, request = make_auto()
 
     def plan() -> tuple[bool, bool, bool]:
         """Whether the step's lookup drafts, whether the step reports, and whether the host drafted for it."""

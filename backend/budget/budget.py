@@ -272,11 +272,11 @@ class DraftBudget:
         """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""
         return self._applied.waits and (own := self._of(request)).is_paced and own.ability.may_wait
 
-    def leaves_lookup(self, request: Request) -> bool:
-        """Whether the step does without its own lookup, of a request that waits for the host's. Asked for once when its row is planned."""
-        is_left_out = self._beside.is_left_out and self.waits(request)
-        self._of(request).was_looked_up = not is_left_out
-        return is_left_out
+    def settle_lookup(self, request: Request) -> bool:
+        """Settles, and notes, whether the step that is planned asks its own lookup for a request that the host's may draft for -> whether it does."""
+        own = self._of(request)
+        own.was_looked_up = not (self._beside.is_left_out and self.waits(request))
+        return own.was_looked_up
 
     def asks_soon(self, request: Request) -> bool:
         """Whether lookups of the host are asked for a request that begins. Where nobody waits for them, what they would bring one is looked at."""

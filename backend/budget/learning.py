@@ -78,9 +78,8 @@ class Learning:
             return
         if not asked_host:
             self._learn_lookup(request, own, num_accepted, has_model or is_alone, matched, often)
-        elif has_step and (
-            not chain or chain[0].source == own.ability.lookup
-        ):  # where others are in its place, what it would have brought is watched
+        # Where others are in its place, what it would have brought is watched.
+        elif has_step and (not chain or chain[0].source == own.ability.lookup):
             count = next((number for number, evidence in enumerate(chain) if evidence.source != own.ability.lookup), len(chain))
             right = min(num_accepted, count)
             self._note_lookup(own, count, right, often * share_of(1 + num_accepted, right))
