@@ -18,8 +18,9 @@ from client.tls import add_tls_arguments, read_tls
 DEFAULT_PORT = 8080
 DRAIN_SECONDS = 30
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep an idle connection: one that closes first loses no request to the race."""
+KEEP_ALIVE_SECONDS = 620
+"""Longer than clients and proxies keep an idle connection (nginx 60, Traefik 90, Caddy 120, Google's load balancers 600): whoever closes first loses
+no request to the race. Those that are gone without a word end by SILENCE_SECONDS."""
 SILENCE_SECONDS = 42
 """Without a sign of life of a client's system, or room there, after which its connection ends: longer than a stream waits for its reader."""
 
