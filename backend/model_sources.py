@@ -6,13 +6,14 @@ A path that exists is never taken for a name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,12 +186,14 @@ def with_tokenizer(folder: Path) -> Path:
         (out / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False), "utf-8")
 
     made = _make_once(f"{folder.name}-{digest.hexdigest()}", link)
-    for own in made.iterdir():
-        if own.is_symlink() and not own.exists():
-            own.unlink()
-    for path in folder.iterdir():
-        if not (made / path.name).exists():
-            (made / path.name).symlink_to(path)
+    with _keeping(made.parent):
+        for own in made.iterdir():
+            if own.is_symlink() and not own.exists():
+                own.unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if not (made / path.name).exists():
+                with contextlib.suppress(FileExistsError):  # another server starts, too
+                    (made / path.name).symlink_to(path)
     return made
 
 
@@ -210,25 +213,36 @@ def _make_once(name: str, make: Callable[[Path], None]) -> Path:
     models = cache_directory() / "models"
     name = name.encode("ascii", "replace").decode().replace("?", "_")  # which the file may be called, and a server's folder not
     folder = models / name
-    try:
-        models.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{models} cannot be made, where converted models are kept: {error.strerror}; set XDG_CACHE_HOME") from None
-    with _locked(models / f"{name}.lock"):
+    if folder.is_dir():  # whole: it has its name since then; the cache may be read-only
+        return folder
+    with contextlib.ExitStack() as stack:
+        with _keeping(models):
+            models.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((models / f"{name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two servers that start at once convert a file once
         if not folder.is_dir():
             begun = models / f"{name}.part"
             shutil.rmtree(begun, ignore_errors=True)  # of a conversion that was ended
             try:
-                make(begun)
-                begun.rename(folder)
+                with _keeping(models, _NO_ROOM):
+                    make(begun)
+                    begun.rename(folder)
             finally:
                 shutil.rmtree(begun, ignore_errors=True)
     return folder
 
 
+_NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""Errors of what is written; others may be of what is read."""
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Two servers that start at once convert a file once."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _keeping(models: Path, numbers: Container[int | None] = range(1, 2**16)) -> Iterator[None]:
+    """Raises ConfigError where the folder of converted models cannot be written. numbers: of the errors that tell of it."""
+    try:
         yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
+        said = f"{models}, where converted models are kept, cannot be written: {error.strerror}"
+        raise ConfigError(f"{said}; set XDG_CACHE_HOME to another folder") from None

@@ -70,7 +70,8 @@ class _TlsConnection(http.client.HTTPConnection):
 class HttpClient:
     """Completes prompts over HTTP. Each request has a connection of its own; closing it cancels the request.
 
-    url: HOST:PORT, or https://HOST:PORT, which a proxy before the server speaks: it has no TLS there of its own. tls, headers: as Client's.
+    url: HOST:PORT, or https://HOST:PORT, which a proxy before the server speaks: it has no TLS there of its own; either with a path, below which a
+    proxy has the server. tls, headers: as Client's.
     """
 
     def __init__(
@@ -88,6 +89,12 @@ class HttpClient:
         if self._context is not None:
             self._context.sslsocket_class = _PatientTls
         self.address = url.removeprefix("http://").removeprefix(SECURE_HTTP).rstrip("/")
+        self._host, slash, path = self.address.partition("/")
+        self._prefix = slash + path
+        try:
+            http.client.HTTPConnection(self._host)  # which is not connected yet
+        except http.client.InvalidURL as error:
+            raise ValueError(f"url {url!r:.100} is no HOST:PORT, nor {SECURE_HTTP}HOST:PORT, either with a path or without: {error}") from None
         self.model = model
         self.inactivity_timeout = inactivity_timeout
         self._signs = SignsOfLife()
@@ -96,7 +103,7 @@ class HttpClient:
         body = check_unicode("the request", json.dumps({**values, "id": request_id}, ensure_ascii=False))
         sending = sending_seconds(len(body), self.address)
         kind = http.client.HTTPConnection if self._context is None else _TlsConnection
-        connection = kind(self.address, timeout=self.inactivity_timeout)
+        connection = kind(self._host, timeout=self.inactivity_timeout)
         try:
             connection.connect()
             limit = silence_limit(values, self.inactivity_timeout)
@@ -105,7 +112,7 @@ class HttpClient:
             own.settimeout(limit + sending)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux alone
                 own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CUT_SECONDS)
-            connection.request("POST", f"/v2/models/{self.model}/{verb}", body, self._headers)
+            connection.request("POST", f"{self._prefix}/v2/models/{self.model}/{verb}", body, self._headers)
             own.settimeout(limit)
             response = connection.getresponse()
             own.be_patient(limit, lambda silence: self._signs.seconds_left(self.model, silence, limit))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -82,6 +83,8 @@ def running_server(
 def _read_reasons(log: Path) -> str:
     """A log's first lines that tell of errors, as Triton marks them or this project's launcher begins, and its end."""
     text = log.read_text("utf-8", "replace")
+    if not text:
+        return f"nothing was written to it; its disk has {shutil.disk_usage(log.parent).free >> 10} KiB free"
     told = [line[:500] for line in text[:-MAX_ENDING].splitlines() if re.match(r"E\d{4} |foretoken serve: |\| \w+ +\| \d+ +\| UNAVAILABLE", line)]
     return "\n".join([*told[:MAX_TOLD], text[-MAX_ENDING:]])
 
@@ -167,7 +170,7 @@ def _run(max_tokens: int) -> int:
         log = state_directory() / "demo.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         what = "written"
-        log.write_bytes(b"")
+        log.write_bytes(bytes(4096))  # a disk that is full takes an empty file
         place = tempfile.TemporaryDirectory(prefix="demo-", dir=log.parent)
     except OSError as error:
         print(f"[demo] {log.parent} cannot be {what}: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)

@@ -34,6 +34,7 @@ from deploy.server import (
     INPUT_LIMIT_OPTION,
     LaunchError,
     Server,
+    check_file_limit,
     check_port_numbers,
     check_ports,
     check_server_path,
@@ -313,6 +314,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         if not args.dry_run:
             check_ports(inner_ports(config), config.host)
             check_shared_memory()
+            check_file_limit()
         remove_regions(target)
         parameters = model_parameters(values, engine, model)
         with writing(target):

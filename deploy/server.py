@@ -29,6 +29,8 @@ SHM_ROOM = 2**28
 """Beyond which what requests hold fits for a while: a dozen of 12 MB at once end a server that has Docker's 64 MB."""
 MOST_FILES = 65536
 """That a server may have open, as the gateway, where its hard limit allows as many."""
+FILES_NEEDED, FILES_ROOM = 128, 1024
+"""Of open files: the server has some 70 with its models, before anybody connects; below the second it is said how few connections are left."""
 INPUT_LIMIT_OPTION = "http-max-input-size"
 COMPLETE_OPTION = "disable-auto-complete-config"
 """The models' configurations are complete. A server that asks for more starts each model's process twice: 3 s more at each start."""
@@ -282,6 +284,19 @@ def check_shared_memory() -> None:
     if free < SHM_ROOM:
         message = f"/dev/shm has {free >> 20} MiB free: large requests, or many, fill that and end the server; in Docker, use --shm-size=1g"
         print(f"foretoken serve: warning: {message}", file=sys.stderr)
+
+
+def check_file_limit() -> None:
+    """Raises LaunchError where fewer files may be open than the server needs for itself: it would never be ready, and fill the disk with its log.
+    Warns where that leaves little room for connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if not 0 <= hard < FILES_ROOM:
+        return
+    said, advice = f"the limit of open files is {hard}", f"raise it to {FILES_ROOM} or more (ulimit -Hn; in Docker, --ulimit nofile=65536)"
+    if hard < FILES_NEEDED:
+        raise LaunchError(f"{said}; the server needs {FILES_NEEDED}, and one more for each connection: {advice}")
+    message = f"{said}: beyond some {hard - FILES_NEEDED} connections at once the server answers nobody, and says so without an end: {advice}"
+    print(f"foretoken serve: warning: {message}", file=sys.stderr)
 
 
 def raise_file_limit() -> None:

@@ -98,23 +98,31 @@ def compile_source(name: str, architecture: str, defines: Defines | None = None)
     path = cache_folder() / f"{name}-{architecture}-{key}.{'ptx' if is_ptx else 'cubin'}"
     if path.is_file():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (log := path.with_suffix(".log")).touch()
-    with locked(log):
-        if path.is_file():  # others have compiled it meanwhile
-            return path
-        logger.info("compiling kernels/%s.cu for %s ...", name, architecture)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / "out"
-            (Path(folder) / HEADER).write_text(header())
-            result = subprocess.run(
-                [nvcc, *options, f"-I{folder}", "-o", str(made), str(source)], capture_output=True, encoding="utf-8", errors="replace"
-            )
-            if result.returncode:
-                raise KernelError(f"nvcc could not compile {source.name} for {architecture}:\n{result.stderr.strip()}")
-            log.write_text(result.stderr, "utf-8")  # registers, shared memory and spills of each kernel
-            made.replace(path)  # whole or not at all
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (log := path.with_suffix(".log")).touch()
+        with locked(log):
+            if not path.is_file():  # others may have compiled it meanwhile
+                _compile(nvcc, source, architecture, options, path, log)
+    except OSError as error:
+        said = f"{path.parent}, where compiled kernels are kept, cannot be written: {error}"
+        raise KernelError(f"{said}; set XDG_CACHE_HOME to another folder") from None
     return path
+
+
+def _compile(nvcc: str, source: Path, architecture: str, options: Sequence[str], path: Path, log: Path) -> None:
+    """Raises KernelError, OSError."""
+    logger.info("compiling kernels/%s.cu for %s ...", source.stem, architecture)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / "out"
+        (Path(folder) / HEADER).write_text(header())
+        result = subprocess.run(
+            [nvcc, *options, f"-I{folder}", "-o", str(made), str(source)], capture_output=True, encoding="utf-8", errors="replace"
+        )
+        if result.returncode:
+            raise KernelError(f"nvcc could not compile {source.name} for {architecture}:\n{result.stderr.strip()}")
+        log.write_text(result.stderr, "utf-8")  # registers, shared memory and spills of each kernel
+        made.replace(path)  # whole or not at all
 
 
 def compile_all(jobs: Sequence[tuple[str, Defines]], architecture: str) -> None:

@@ -108,7 +108,8 @@ def compile_sources(level: str, folder: Path | None = None) -> Path:
             if not path.is_file():  # others may have compiled it meanwhile
                 _compile(cxx, level, [*options, *map(str, sources)], path)
     except OSError as error:
-        raise KernelError(f"{path.parent}, where compiled kernels are kept, cannot be written: {error}") from None
+        said = f"{path.parent}, where compiled kernels are kept, cannot be written: {error}"
+        raise KernelError(f"{said}; set XDG_CACHE_HOME to another folder") from None
     return path
 
 

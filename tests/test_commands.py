@@ -30,7 +30,7 @@ from backend.other_servers.tables import OTHERS
 from backend.speculative_config import SpeculativeConfig
 from backend.speculative_names import READ_HERE
 from client.messages import Chunk
-from deploy import launcher
+from deploy import demo, launcher
 from deploy.cli import main, make_parser
 from deploy.options import GATEWAY_KEYS, read_command, split_keys
 from deploy.other_options import explain_environment
@@ -543,19 +543,30 @@ def test_ranks_meet_on_a_port_of_their_own(capsys: pytest.CaptureFixture[str]) -
         assert engine.parallel_config.nnodes == 2
 
 
+def test_a_server_that_could_not_even_say_why(tmp_path: Path) -> None:
+    """On a disk that became full its log is empty."""
+    silent = (sys.executable, "-c", "raise SystemExit(1)")
+    said = rf"did not start \(exit status 1\); of {tmp_path}/log:\nnothing was written to it; its disk has \d+ KiB free"
+    with pytest.raises(RuntimeError, match=said), demo.running_server(*free_ports(3), tmp_path / "log", program=silent):
+        pass
+
+
 def test_a_demo_that_can_write_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In a folder that was there already it ended with a traceback."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "foretoken/demo.log").mkdir(parents=True)
     assert main(["demo"]) == 1
     (tmp_path / "foretoken/demo.log").rmdir()
+    (tmp_path / "foretoken/demo.log").symlink_to("/dev/full")
+    assert main(["demo"]) == 1
+    (tmp_path / "foretoken/demo.log").unlink()
 
     def refuse(*_: object) -> str:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     assert main(["demo"]) == 1
-    told, reasons = capsys.readouterr(), ("Is a directory", "Read-only file system")
+    told, reasons = capsys.readouterr(), ("Is a directory", "No space left on device", "Read-only file system")
     assert told.err == "".join(f"[demo] {tmp_path}/foretoken cannot be written: {r}: set XDG_STATE_HOME to another folder\n" for r in reasons)
     assert not told.out
 

@@ -50,6 +50,7 @@ from deploy.cli import main, make_parser
 from deploy.config_file import read_yaml
 from deploy.server import LaunchError, free_ports
 from deploy.supervision import processes
+from deploy.together import FORETOKEN
 from tests.conftest import fake_server
 from tests.small import SMALL_MODEL
 
@@ -1591,6 +1592,22 @@ def test_dockers_shared_memory_is_little(num_free: int, is_warned: bool, monkeyp
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=num_free, f_frsize=2**20))
     server.check_shared_memory()
     assert ("64 MiB free" in capsys.readouterr().err) is is_warned
+
+
+def test_a_limit_of_open_files_that_no_server_can_start_with(tmp_path: Path) -> None:
+    """It was waited for, for as long as models may load, while the server filled the disk: 5 MB of log a second."""
+    command = [*FORETOKEN, "serve", *(f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics", "status"), server.free_ports(4)))]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))  # noqa: E731
+    done = subprocess.run(command, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)}, preexec_fn=limit, capture_output=True, text=True, timeout=120)
+    said = "the limit of open files is 64; the server needs 128, and one more for each connection: raise it to 1024 or more (ulimit -Hn; in Docker,"
+    assert done.returncode == 2 and f"foretoken serve: {said}" in done.stderr
+
+
+@pytest.mark.parametrize(("hard", "is_warned"), [(256, True), (1024, False), (resource.RLIM_INFINITY, False)])
+def test_few_open_files(hard: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    server.check_file_limit()
+    assert ("the limit of open files is 256: beyond some 128 connections" in capsys.readouterr().err) is is_warned
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import marshal
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ import numpy as np
 import pytest
 
 from backend.config import BUNDLED_MODEL, DEFAULT_DRAFTER
+from backend.engine_process.main import describe_failure
 from backend.errors import CapacityError, ConfigError, EngineError, ModelError
 from backend.own_process import command
 from client.gateway.limits import MAX_KEYS
@@ -734,3 +737,16 @@ def test_the_tokenizer_knows_parameters_that_are_meant_to_be_inputs(adapter):
     model = object.__new__(TritonPythonModel)
     response = model.execute([InferenceRequest(text_input="x", parameters='{"max_token": 3}')])[0]
     assert "unknown input 'max_token'; did you mean \"max_tokens\"?" in response.error().message()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_memory_that_a_limit_denies(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine is loaded: with `ulimit -v` there is memory, and none to be had."""
+    limits = [resource.RLIM_INFINITY, 1500 * 2**20]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[-1],) * 2)
+    assert describe_failure(error).startswith(f"{type(error).__name__}: ")
+    assert "each process may have 1500 MiB of addresses (ulimit -v)" in describe_failure(error) and "ulimit" not in describe_failure(OSError("x"))
+    limits.pop()
+    assert "ulimit" not in describe_failure(error)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gzip
 import http.client
 import json
+import logging
 import os
 import re
 import shutil
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 import urllib.error
@@ -33,10 +36,12 @@ from backend.text import Tokenizer
 from backend.version import VERSION
 from client import AsyncClient, Client, GenerateError
 from client.gateway import answers, cli, entrance, protocol
+from client.gateway import log as gateway_log
 from client.gateway.app import Settings, create_app
 from client.gateway.protocol import LimitedHeadProtocol
 from client.gateway.upstream import FRESH_SECONDS
 from deploy.demo import free_ports, running_gateway
+from deploy.together import FORETOKEN
 from tests.servers import serve, wait_until
 
 PROMPT = "import os\n\n\ndef read_lines(path):"
@@ -1077,6 +1082,43 @@ def gateway_in_this_process(grpc: str, silence: int = cli.SILENCE_SECONDS) -> It
     finally:
         gateway.should_exit = True
         thread.join(20)
+
+
+def test_a_log_that_nobody_reads_keeps_nobody_waiting():
+    """A pipe takes what it has room for; then whoever wrote a request's line stood still with all other requests, and did not end when told to."""
+    (port,) = free_ports(1)
+    command = [*FORETOKEN, "gateway", "--url=127.0.0.1:1", f"--port={port}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        address = f"http://127.0.0.1:{port}"
+        try:
+            assert wait_until(lambda: answers_at(port))
+            assert [ask(address, "/nothing")[0] for _ in range(100)] == [404] * 100
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+        assert 0 < process.stderr.read().count(b"GET /nothing 404") < 100
+
+
+def answers_at(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+def test_a_log_says_what_it_lost(monkeypatch):
+    monkeypatch.setattr(gateway_log, "MAX_LINES", 2)
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    lines = gateway_log.WaitingLines(writer)
+    for number in range(8):
+        lines.handle(logging.makeLogRecord({"msg": f"{number} {'x' * 5000}"}))  # none is written before somebody reads
+    with os.fdopen(reader, "rb") as file:
+        seen = [file.readline() for _ in range(2)]
+        assert seen[0].startswith(b"0 x") and re.fullmatch(rb"[56] lines of this log were lost: it was not read\n", seen[1])
+        assert file.readline().startswith(b"1 x")
 
 
 def test_a_reader_that_stays_stalled_is_dropped(server, monkeypatch):

@@ -293,3 +293,11 @@ def test_shapes_of_wide_products_of_stored_weights() -> None:
             own = units // int(shapes[0]["SPLIT"])
             halves = {-(-(own // int(shape["UNITS"])) // 2) * int(shape["UNITS"]) for shape in shapes}
             assert len(halves) == 1 and all(units % int(shape["UNITS"]) == 0 and int(shape["UNITS"]) % int(shape["SPAN"]) == 0 for shape in shapes)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "foretoken").write_bytes(b"")  # no folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = f"{tmp_path}/foretoken/kernels, where compiled kernels are kept, cannot be written: .*; set XDG_CACHE_HOME to another folder"
+    with pytest.raises(KernelError, match=said):
+        compile_source("norm", "sm_90", {"ELEMENT": "__nv_bfloat16", "VECTORS": 2})

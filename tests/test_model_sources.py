@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -152,6 +153,37 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match=r"^no$"):
         find_model(path, Source(convert=convert))
     assert len([own for own in found[0].parent.iterdir() if own.is_dir()]) == 2
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A read-only one, as a container may have, does for what was converted before; else it is said what to set."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (path := tmp_path / "model.gguf").write_bytes(b"one")
+    source = Source(convert=lambda path, out: out.mkdir())
+    made = find_model(path, source)
+    (lock := made.with_name(f"{made.name}.lock")).unlink()
+    lock.mkdir()  # which even root cannot write
+    assert find_model(path, source) == made
+    made.rmdir()
+    said = f"{made.parent}, where converted models are kept, cannot be written: {{}}; set XDG_CACHE_HOME to another folder"
+    with pytest.raises(ConfigError, match=re.escape(said.format("Is a directory"))):
+        find_model(path, source)
+    assert main(["serve", str(path), "--dry-run"]) == 2
+    assert capsys.readouterr().err == f"foretoken serve: {said.format('Is a directory')}\n"
+    lock.rmdir()
+
+    def fail(number: int) -> Source:
+        def convert(_: Path, out: Path) -> None:
+            out.mkdir()
+            raise OSError(number, os.strerror(number))
+
+        return Source(convert=convert)
+
+    with pytest.raises(ConfigError, match=re.escape(said.format("No space left on device"))):
+        find_model(path, fail(errno.ENOSPC))
+    with pytest.raises(OSError, match="Input/output error"):  # of what is read
+        find_model(path, fail(errno.EIO))
+    assert sorted(made.parent.iterdir()) == [lock]
 
 
 def test_a_link_is_a_way_out_of_paths_that_servers_cannot_read(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

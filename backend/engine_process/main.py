@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -47,10 +49,20 @@ def serve(line: Line, host: EngineHost) -> None:
         kind = next((known.__name__ for known in EXPECTED if isinstance(error, known)), "")
         if not kind:
             logging.getLogger(__name__).exception("the engine could not be loaded")
-        line.send("failed", kind, describe_error(error) if kind else f"{type(error).__name__}: {describe_error(error)}")
+        line.send("failed", kind, describe_error(error) if kind else describe_failure(error))
         return
     line.send("ready", host.engine.scheduler.max_model_len)
     reader.join()
+
+
+def describe_failure(error: Exception) -> str:
+    """What was not expected; of memory that is not to be had with the limit that this process has, if there is one."""
+    said = f"{type(error).__name__}: {describe_error(error)}"
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or "can't allocate memory" in said
+    if not is_memory or limit == resource.RLIM_INFINITY:
+        return said
+    return f"{said}: each process may have {limit >> 20} MiB of addresses (ulimit -v), used or not, which limits no memory: raise that limit"
 
 
 def main() -> None:

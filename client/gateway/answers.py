@@ -29,7 +29,11 @@ STALL_SECONDS = 30.0
 KEEP_ALIVE_SECONDS = 10.0
 """A stream that had nothing to say for this long gets a comment, about: proxies cut connections that are silent."""
 _KEEP_ALIVE = b": keep-alive\n\n"
-_EVENT = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+_EVENT = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store, no-transform"),  # a proxy that compresses may hold an answer back to its end: Caddy does
+    (b"x-accel-buffering", b"no"),
+]
 _JSON = [(b"content-type", b"application/json")]
 
 

@@ -11,6 +11,7 @@ import sys
 import urllib.parse
 
 from client.gateway.keys import check_origin, read_keys
+from client.gateway.log import WaitingLines
 from client.headers import add_header_arguments, read_headers
 from client.messages import DEFAULT_GRPC_URL
 from client.tls import add_tls_arguments, read_tls
@@ -18,8 +19,11 @@ from client.tls import add_tls_arguments, read_tls
 DEFAULT_PORT = 8080
 DRAIN_SECONDS = 30
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep an idle connection: one that closes first loses no request to the race."""
+KEEP_ALIVE_SECONDS = 620
+"""Longer than clients and proxies keep an idle connection (nginx 60, Traefik 90, Caddy 120, Google's load balancers 600): whoever closes first loses
+no request to the race. Those that are gone without a word end by SILENCE_SECONDS."""
+FEW_FILES = 1024
+"""A hard limit of open files below which it is said what it means."""
 SILENCE_SECONDS = 42
 """Without a sign of life of a client's system, or room there, after which its connection ends: longer than a stream waits for its reader."""
 
@@ -146,10 +150,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"foretoken gateway: {error}", file=sys.stderr)
         return 2
     host = listen_on(args.host, bool(keys))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    lines = logging.NullHandler() if sys.stderr is None else WaitingLines(sys.stderr.fileno())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[lines])
     # A connection is a file, and the usual soft limit is 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+    if 0 <= hard < FEW_FILES:
+        said = "the limit of open files is %d (ulimit -Hn): connections beyond it are closed at once; idle ones stay for %d s"
+        logging.getLogger("foretoken.gateway").warning(said, hard, KEEP_ALIVE_SECONDS)
     # uvicorn raises the signal again once it has ended in order: by default that would be a death by it, with a status that tells of a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup

@@ -2,6 +2,10 @@
 
 import { write } from "./exact.js";
 
+// Where the gateway is: a proxy may have it below a prefix of its own (https://HOST/llm/).
+export const ROOT = new URL("..", import.meta.url).href.replace(/\/$/, "");
+const ask = (path, options) => fetch(ROOT + path, options);
+
 class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -14,7 +18,7 @@ const authorize = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 // Yields the parsed events of an answer; throws an Error with the server's words. `signal` hangs up, which cancels the request on the server.
 export async function* stream({ path, body }, key, signal) {
   const headers = { "content-type": "application/json", ...authorize(key) };
-  const response = await fetch(path, { method: "POST", headers, body: write({ ...body, stream: true }), signal });
+  const response = await ask(path, { method: "POST", headers, body: write({ ...body, stream: true }), signal });
   if (!response.ok) throw new Refusal(response.status, await readError(response));
   let held = "";
   for await (const text of readText(response.body)) {
@@ -66,7 +70,7 @@ export function explain(error) {
 // What /v1/models says of the model; null to who has no key, undefined while nobody says anything.
 export async function askModel(key) {
   try {
-    const response = await fetch("/v1/models", { headers: authorize(key) });
+    const response = await ask("/v1/models", { headers: authorize(key) });
     if (response.ok) return (await response.json()).data[0];
     return response.status === 401 ? null : undefined;
   } catch {
@@ -76,7 +80,7 @@ export async function askModel(key) {
 
 export async function askHealth() {
   try {
-    const response = await fetch("/health");
+    const response = await ask("/health");
     return response.ok ? { isGood: true, text: "The server is ready." } : { text: "The server is not there, or not ready." };
   } catch {
     return { text: "The gateway is not there." };

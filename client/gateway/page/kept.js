@@ -1,6 +1,7 @@
 // What outlives a reload of the page, in this tab alone: the conversation, and what was typed beside it.
 
-const KEY = "foretoken-conversation-1"; // the number: of the form that it has
+// The number: of the form that it has. The path: a proxy may have other gateways below other prefixes.
+const KEY = `foretoken-conversation-1${new URL("..", import.meta.url).pathname.slice(0, -1)}`;
 const MAX_CHARACTERS = 2_000_000;
 
 // null: there is nothing, or the browser keeps nothing.

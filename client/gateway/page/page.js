@@ -1,7 +1,7 @@
 // The page: a prompt or a chat, with speculation and without, side by side on the same seed.
 
 import { Answer } from "./answer.js";
-import { askHealth, askModel, explain } from "./api.js";
+import { ROOT, askHealth, askModel, explain } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { copyText } from "./copy.js";
 import { forget, keep, load } from "./kept.js";
@@ -65,7 +65,7 @@ function makeRequest(text) {
 function showSnippet() {
   if (!at("code").open) return;
   const write = at("language").value === "curl" ? asCurl : asPython;
-  at("snippet").textContent = write(makeRequest(prompt.value), location.origin, Boolean(at("key").value));
+  at("snippet").textContent = write(makeRequest(prompt.value), ROOT, Boolean(at("key").value));
 }
 
 // -- a run -----------------------------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ const OPENAI = new Set([
   "tools", "tool_choice",
 ]);
 
-export function asCurl({ path, body }, origin, hasKey) {
+export function asCurl({ path, body }, root, hasKey) {
   const quoted = write(body, 2).replaceAll("'", `'\\''`);
   const key = hasKey ? ` -H "authorization: Bearer $API_KEY"` : "";
-  return `curl ${origin}${path} -H 'content-type: application/json'${key} -d '${quoted}'`;
+  return `curl ${root}${path} -H 'content-type: application/json'${key} -d '${quoted}'`;
 }
 
-export function asPython({ path, body }, origin, hasKey) {
+export function asPython({ path, body }, root, hasKey) {
   const isChat = path.includes("chat");
   // The client's own type for a completion has no response_format.
   const isKnown = (name) => OPENAI.has(name) || (isChat && name === "response_format");
@@ -26,7 +26,7 @@ export function asPython({ path, body }, origin, hasKey) {
     ...(hasKey ? ["import os", ""] : []),
     "from openai import OpenAI",
     "",
-    `client = OpenAI(base_url="${origin}/v1", api_key=${key})`,
+    `client = OpenAI(base_url="${root}/v1", api_key=${key})`,
     `answer = client.${isChat ? "chat.completions" : "completions"}.create(`,
     ...parameters,
     ")",
