@@ -31,6 +31,11 @@ struct Text {
   std::vector<int32_t> tokens, entries;
 };
 
+// So that `count` numbers fit, without moving them each time that it grows.
+inline void make_room(std::vector<int32_t>& own, size_t count) {
+  if (own.capacity() < count) own.reserve(std::max(count, 2 * own.capacity()));
+}
+
 inline uint64_t hash(const int32_t* last, int32_t count) {
   uint64_t key = 0x9e3779b97f4a7c15ull * uint64_t(count);
   for (int32_t i = 0; i < count; i++) {
@@ -57,9 +62,13 @@ class Heads {
     }
   }
 
-  int32_t& make(uint64_t key) {  // NONE where it is new, and to be set at once
+  void make_room(uint64_t key) {
     Shard& own = shards[key >> 58];
     if (2 * (own.count + 1) > own.slots.size()) own.grow();
+  }
+
+  int32_t& make(uint64_t key) {  // NONE where it is new, and to be set at once; there is room for it
+    Shard& own = shards[key >> 58];
     size_t i = key & own.mask();
     while (own.slots[i].head != NONE && own.slots[i].key != key) i = (i + 1) & own.mask();
     if (own.slots[i].head == NONE) {
@@ -112,14 +121,24 @@ class Entries {
  public:
   Entry& operator[](int32_t number) { return pieces[size_t(number) / PIECE][size_t(number) % PIECE]; }
 
-  int32_t add() {
+  int32_t take() {
+    if (const int32_t number = free; number != NONE) {
+      free = (*this)[number].older[0];
+      return number;
+    }
     if (count == pieces.size() * PIECE) pieces.push_back(std::unique_ptr<Entry[]>(new Entry[PIECE]));
     return int32_t(count++);
+  }
+
+  void give_back(int32_t number) {
+    (*this)[number].older[0] = free;
+    free = number;
   }
 
   size_t size() const { return count; }
 
  private:
+  int32_t free = NONE;  // the one that was given back last, which leads to the one before
   static constexpr size_t PIECE = 256;
   std::vector<std::unique_ptr<Entry[]>> pieces;
   size_t count = 0;
@@ -129,15 +148,24 @@ class Index {
  public:
   explicit Index(int32_t depth) : depth(depth) {}
 
+  // Where memory ends amid it, none of the tokens are there.
   void extend(int32_t id, const int32_t* tokens, int64_t count) {
     const int32_t number = number_of(id);
     Text& own = texts[number];
     const int32_t first = int32_t(own.tokens.size());
+    make_room(own.tokens, first + count);
+    make_room(own.entries, first + count);
     own.tokens.insert(own.tokens.end(), tokens, tokens + count);
-    for (int32_t begin = first; begin < int32_t(own.tokens.size()); begin += AHEAD) {
-      const int32_t end = std::min(begin + AHEAD, int32_t(own.tokens.size()));
-      prefetch(own, begin, end);
-      for (int32_t place = begin; place < end; place++) own.entries.push_back(enter(number, place));
+    try {
+      for (int32_t begin = first; begin < int32_t(own.tokens.size()); begin += AHEAD) {
+        const int32_t end = std::min(begin + AHEAD, int32_t(own.tokens.size()));
+        prefetch(own, begin, end);
+        for (int32_t place = begin; place < end; place++) own.entries.push_back(enter(number, place));
+      }
+    } catch (...) {
+      for (; int32_t(own.entries.size()) > first; own.entries.pop_back()) leave(own, own.entries.back());
+      own.tokens.resize(first);
+      throw;
     }
   }
 
@@ -208,7 +236,7 @@ class Index {
 
   int32_t depth;
   Entries entries;
-  std::vector<int32_t> free_entries, free_texts;
+  std::vector<int32_t> free_texts;  // with room for all there are: what goes needs no memory
   std::deque<Text> texts;
   std::unordered_map<int32_t, int32_t> ids;
   Heads heads[KINDS];
@@ -221,14 +249,15 @@ class Index {
   int32_t number_of(int32_t id) {
     const auto found = ids.find(id);
     if (found != ids.end()) return found->second;
-    int32_t number = int32_t(texts.size());
     if (free_texts.empty()) {
+      make_room(free_texts, texts.size() + 1);
       texts.emplace_back();
-    } else {
-      number = free_texts.back();
-      free_texts.pop_back();
+      free_texts.push_back(int32_t(texts.size()) - 1);
     }
-    return ids[id] = number;
+    const int32_t number = free_texts.back();
+    ids.emplace(id, number);
+    free_texts.pop_back();
+    return number;
   }
 
   // Brings what `enter` changes from memory, of all places together: first where the hashes are, then what they lead to.
@@ -242,21 +271,18 @@ class Index {
         if (const int32_t* head = heads[kind].find(keys[place - begin][kind])) __builtin_prefetch(&entries[*head], 1);
   }
 
+  // All or nothing: first what takes memory.
   int32_t enter(int32_t text, int32_t place) {
-    int32_t number;
-    if (free_entries.empty()) {
-      number = entries.add();
-    } else {
-      number = free_entries.back();
-      free_entries.pop_back();
-    }
+    const int32_t* last = &texts[text].tokens[place];
+    uint64_t keys[KINDS];
+    for (int kind = 0; kind < KINDS && place + 1 >= GRAMS[kind]; kind++) heads[kind].make_room(keys[kind] = hash(last, GRAMS[kind]));
+    const int32_t number = entries.take();
     Entry& own = entries[number];
     own.text = text, own.place = place;
-    const int32_t* last = &texts[text].tokens[place];
     for (int kind = 0; kind < KINDS; kind++) {
       own.older[kind] = own.newer[kind] = NONE;
       if (place + 1 < GRAMS[kind]) continue;
-      int32_t& head = heads[kind].make(hash(last, GRAMS[kind]));
+      int32_t& head = heads[kind].make(keys[kind]);
       own.older[kind] = head;
       if (head != NONE) entries[head].newer[kind] = number;
       head = number;
@@ -280,7 +306,7 @@ class Index {
           heads[kind].erase(key);
       }
     }
-    free_entries.push_back(number);
+    entries.give_back(number);
   }
 
   // The places where the context's last tokens stood, longest matches first. limit: of a match, at most; last: the context's last token
