@@ -160,8 +160,11 @@ SAMPLES, SAMPLE_BYTES = 32, 4096
 """Pieces of a file of weights that are looked at to tell it from others."""
 
 
-def fingerprint(directory: str | Path) -> str:
-    """Of what a model folder holds, wherever it lies: its configuration, how weights are quantized, and a sample of each. Raises ModelError."""
+def fingerprint(directory: str | Path, *, samples_weights: bool = True) -> str:
+    """Of what a model folder holds, wherever it lies: its configuration, how weights are quantized, and a sample of each. Raises ModelError.
+
+    samples_weights: False gives what files have that were written before 2026-12.
+    """
     directory = Path(directory)
     config = read_config(directory)
     found = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8)
@@ -170,10 +173,15 @@ def fingerprint(directory: str | Path) -> str:
     for path in sorted(path for path in directory.iterdir() if path.suffix == ".safetensors" or path.name in PICKLED_FILES):
         for piece in sample_bytes(path, SAMPLES, SAMPLE_BYTES):
             found.update(piece)
-        if path.suffix == ".safetensors":
+        if samples_weights and path.suffix == ".safetensors":
             for piece in _sample_weights(path):
                 found.update(piece)
     return found.hexdigest()
+
+
+def has_fingerprint(directory: str | Path, noted: object) -> bool:
+    """Whether a file was written for this folder, by this version or an earlier one. noted: what it has. Raises ModelError."""
+    return noted == fingerprint(directory) or noted == fingerprint(directory, samples_weights=False)
 
 
 def sample_bytes(path: Path, count: int, size: int) -> Iterator[bytes]:

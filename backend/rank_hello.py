@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 import os
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,23 @@ from backend.version import VERSION
 OWN_KEYS = ("model", "device", "num_threads", "cpu_kernels", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
 """Of the configuration: what may differ from host to host. Of memory and threads the least counts."""
 OWN_SPECULATIVE_KEYS = ("model", "draft_token_map", "suffix_decoding_cache_path", "suffix_decoding_corpus")
+
+PROJECT = Path(__file__).parent.parent
+COMPUTING, SOURCES = ("backend", "kernels"), frozenset({".py", ".cpp", ".h", ".cu", ".cuh"})
+"""Folders of what ranks run, and what its files end with."""
+
+
+@functools.cache
+def digest_sources(project: Path) -> str:
+    """Of all that a rank runs of this software, found once for a process: states of it that differ have one version, and may add up in other
+    orders, or read each other's plans wrongly."""
+    digest = hashlib.blake2b(digest_size=6)
+    for folder in COMPUTING:
+        for path in sorted(path for path in (project / folder).rglob("*") if path.suffix in SOURCES):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(project)} {len(content)} ".encode())
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def device_of_rank(config: EngineConfig, rank: int) -> str:
@@ -66,7 +86,8 @@ def describe_self(config: EngineConfig, rank: int) -> Hello:
     """Raises ModelError."""
     own = dataclasses.asdict(config)
     values: dict[str, Any] = {
-        "version": f"Foretoken {VERSION}, torch {torch.__version__}, numpy {np.__version__}, tokenizers {metadata.version('tokenizers')}",
+        "version": f"Foretoken {VERSION}, sources {digest_sources(PROJECT)}, torch {torch.__version__}, numpy {np.__version__}, "
+        f"tokenizers {metadata.version('tokenizers')}",
         "processor": describe_processor(torch.device(config.device if rank else device_of_rank(config, 0))),
         "checkpoint": fingerprint(config.model),
         "drafter": step_drafter_identity(config),

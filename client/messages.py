@@ -107,6 +107,8 @@ _STATUS_CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVA
 _LOST = re.compile(r"Stub process '[^']*' is not healthy|^Stream removed|unknown model: '[^']*' has no available versions")
 """What Triton says of a model whose process died, and of one that is unloaded (a server that ends, or starts its model again); and gRPC, whose status
 is UNKNOWN then, of a connection that was reset."""
+_UNKNOWN = re.compile(r"unexpected inference input '[^']*' for model '[^']*'$")
+"""What Triton says of an input that a model's configuration does not have; on a stream without a status."""
 
 
 def read_error(request_id: str, error: object) -> GenerateError:
@@ -115,6 +117,8 @@ def read_error(request_id: str, error: object) -> GenerateError:
     match = re.match(r"(in ensemble '[^']*', )?\[(INVALID_ARG|UNAVAILABLE|INTERNAL)\] ", message)
     if match is None:
         code = "UNAVAILABLE" if _LOST.search(message) else _STATUS_CODES.get(status or "", "INTERNAL")
+        if _UNKNOWN.search(message):  # the request's fault: the server may be older than the client
+            message, code = f"{message}, which the server's version does not have", "INVALID_ARG"
         return GenerateError(name_request(request_id, message), code)
     return GenerateError(name_request(request_id, (match[1] or "") + message[match.end() :]), match[2])
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -31,6 +32,8 @@ LEVELS = {"amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512": _AVX512, "avx
 """What is compiled for, and its options, the best one first: a matrix unit, x86-64's levels 4 and 3, and what every processor has. Not the very
 processor at hand: an image is built on one and runs on others."""
 
+SEAL_BYTES = 32
+"""At the end of a library: the hash of what is before it. Loaders do not look beyond what a library says it has."""
 NONE = "none"
 """No level: torch computes all."""
 
@@ -96,16 +99,16 @@ def compile_sources(level: str, folder: Path | None = None) -> Path:
     sources = sorted(SOURCES.glob("*.cpp"))
     options = [*FLAGS, *LEVELS[level]]
     parts = [*(path.read_bytes() for path in (*sources, *sorted(SOURCES.glob("*.h")))), " ".join(options).encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+    key = hashlib.sha256(b"\0".join([*parts, b"sealed"])).hexdigest()[:24]
     file = f"cpu-{platform.machine()}-{level}-{key}.so"
     for place in (BUILT, cache_folder()) if folder is None else (folder,):
-        if (path := place / file).is_file():
+        if _is_whole(path := place / file):
             return path
     cxx = find_cxx()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.parent):
-            if not path.is_file():  # others may have compiled it meanwhile
+            if not _is_whole(path):  # others may have compiled it meanwhile
                 _compile(cxx, level, [*options, *map(str, sources)], path)
     except OSError as error:
         said = f"{path.parent}, where compiled kernels are kept, cannot be written: {error}"
@@ -121,7 +124,25 @@ def _compile(cxx: str, level: str, arguments: list[str], path: Path) -> None:
         result = subprocess.run([cxx, "-o", str(made), *arguments], capture_output=True, encoding="utf-8", errors="replace")
         if result.returncode:
             raise KernelError(f"{cxx} could not compile kernels/cpu for {level}:\n{result.stderr.strip()}")
+        content = made.read_bytes()
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(content).digest())
+            file.flush()
+            os.fsync(file.fileno())
         made.replace(path)  # whole or not at all
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there as it was compiled: of one that is cut, or has zeros, as a machine without power leaves files, loading ends the
+    process by a signal."""
+    try:
+        content = path.read_bytes()
+    except OSError:  # whoever writes there says more
+        return False
+    if hashlib.sha256(content[:-SEAL_BYTES]).digest() == content[-SEAL_BYTES:]:
+        return True
+    logger.warning("%s is damaged, and is not used", path)
+    return False
 
 
 def compile_for(level: str, folder: Path | None = None) -> Path:

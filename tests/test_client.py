@@ -537,6 +537,14 @@ def test_a_lost_server_is_unavailable(message: str, status: str, code: str) -> N
     assert (str(error), error.code) == (f"request 'mine': {message}", code)
 
 
+@pytest.mark.parametrize("status", [None, "StatusCode.INVALID_ARGUMENT"])
+def test_what_an_older_server_does_not_know_is_the_requests_fault(status: str | None) -> None:
+    """Triton says so itself; to gateways it was an error of the server's."""
+    message = "unexpected inference input 'skip_special_tokens' for model 'decode'"
+    error = read_error("mine", InferenceServerException(message, status))
+    assert (str(error), error.code) == (f"request 'mine': {message}, which the server's version does not have", "INVALID_ARG")
+
+
 @pytest.mark.parametrize("corpus", ["def main():", {"text": "def main():"}], ids=["text", "object"])
 def test_a_corpus_is_a_list(corpus: object) -> None:
     """Of one text alone the list would be one of its letters, which nobody wants drafted."""

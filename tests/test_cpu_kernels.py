@@ -516,6 +516,37 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert compile_sources("any", tmp_path / "built") == made, "what is on disk needs no compiler"
 
 
+def test_a_damaged_library_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A machine that lost its power leaves files cut or with zeros: to load one ended the process by a signal, at each start."""
+    (compiler := tmp_path / "c++").write_text(
+        f'#!/bin/sh\necho run >> "$0.runs"\nexec {shutil.which("g++")} -shared -fPIC -o "$2" -x c++ /dev/null\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(_load_cpu, "BUILT", tmp_path / "built")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = compile_sources("any", tmp_path / "built")
+    whole = made.read_bytes()
+    assert ctypes.CDLL(str(made)) and compile_sources("any") == made and not caplog.records
+    half, flipped = len(whole) // 2, bytearray(whole)
+    flipped[half] ^= 1
+    damaged = [
+        *(whole[: len(whole) * tenth // 10] for tenth in range(10)),
+        bytes(len(whole)),
+        whole[:half] + bytes(len(whole) - half),
+        bytes(flipped),
+    ]
+    for content in damaged:
+        made.write_bytes(content)
+        caplog.clear()
+        assert compile_sources("any", tmp_path / "built") == made and made.read_bytes() == whole
+        assert f"{made} is damaged" in caplog.text
+    made.write_bytes(damaged[3])
+    elsewhere = compile_sources("any")  # where setup's folder may not be written to
+    assert elsewhere.is_relative_to(tmp_path / "cache") and elsewhere.read_bytes() == whole
+    assert (tmp_path / "c++.runs").read_text() == "run\n" * (len(damaged) + 2)
+
+
 def test_they_are_in_use() -> None:
     """Here, where setup has found a compiler."""
     from backend.quantization import make_linear
@@ -531,5 +562,5 @@ def test_what_several_want_at_once_is_compiled_once(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("CXX", str(compiler))
     with ThreadPoolExecutor(4) as pool:
         made = [own.result() for own in [pool.submit(compile_sources, "any", tmp_path / "built") for _ in range(4)]]
-    assert len(set(made)) == 1 and made[0].read_text() == "made\n"
+    assert len(set(made)) == 1 and made[0].read_bytes()[: -_load_cpu.SEAL_BYTES] == b"made\n"
     assert (tmp_path / "c++.runs").read_text() == "run\n" and list((tmp_path / "built").iterdir()) == [made[0]]

@@ -11,6 +11,7 @@ import json
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from redis import ConnectionError as RedisConnectionError
 from backend import SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation import choice as choosing
+from backend.disaggregation import fetch as fetch_module
 from backend.disaggregation import node as node_module
 from backend.disaggregation import transfer, transfers
 from backend.disaggregation.checks import check_done, check_job
@@ -33,7 +35,7 @@ from backend.disaggregation.inheritance import MAX_DEATHS
 from backend.disaggregation.node import GROUP, Node, RedisState, connect, time_of
 from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.prefill import count_waiting
-from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
+from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, who_waits, write_job, write_message
 from backend.disaggregation.service import Disaggregation
 from backend.disaggregation.tcp_transfer import TcpRead
 from backend.disaggregation.transfer import PageAddress
@@ -254,6 +256,16 @@ def test_damaged_records_are_errors_of_their_own(fields: dict[bytes, bytes]) -> 
     for read in (read_job, read_message):
         with pytest.raises(RecordError):
             read(fields)
+
+
+def test_records_of_a_version_have_its_fields() -> None:
+    """A node of another state of this software would not read those of this one, and whoever asked it would wait for as long as a job may take:
+    `skip_special_tokens` once came without a new version."""
+    head = json.loads(write_job(Job("job", "me", REQUEST, 0, "layout"))["head"])
+    hand_off = HandOff(Outcome([5], [3], [], 1), ["mtp"])
+    message = json.loads(write_message(Message("done", "job", "me", hand_off=hand_off))["head"])
+    fields = [sorted(part) for part in (head, head["params"], head["speculation"], message, message["outcome"])]
+    assert (VERSION, zlib.crc32(json.dumps(fields).encode())) == (10, 3470025403), f"raise VERSION, and note here what it has: {fields}"
 
 
 REQUEST = Request("r", [5, 1, 7], greedy(4), Speculation("mtp", 3))
@@ -1119,6 +1131,32 @@ def test_a_dead_node_leaves_jobs_to_those_that_can_do_them(cluster: Cluster, llm
     wait_for(lambda: node.state.dead == ["dead 2"] and not client.exists(node.key("jobs", "dead 1")), "what is no stream is removed")
     (prompt,) = prompts_of(llm_all, 1, seed=81)
     assert here.generate([prompt], greedy(4)) == expect(llm_all, [prompt], greedy(4)) and here.num_fetched == 1
+
+
+@pytest.mark.parametrize("change", [{"params": None}, {"num_cached_pages": None, "params": {"new": 1}}, {"speculation": {"other": 1}}], ids=repr)
+def test_who_sent_a_job_that_cannot_be_read_is_told(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
+    """Else it waits for as long as a job may take, with every prompt."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+
+    def write(job: Job) -> dict[str, bytes]:
+        fields = write_job(job)
+        return {**fields, "head": json.dumps(json.loads(fields["head"]) | change).encode()}
+
+    monkeypatch.setattr(fetch_module, "write_job", write)
+    prompts = prompts_of(llm_all, 1, seed=88)
+    assert here.generate(prompts, greedy(4)) == expect(llm_all, prompts, greedy(4))
+    assert here.fallbacks == {"failed": 1} and there.prefill.held.results == {"failed": 1}
+    for one in (here, there):
+        one.check_idle()
+
+
+def test_of_a_job_that_cannot_be_read_at_all_nobody_is_told() -> None:
+    head = {"version": VERSION, "job_id": "j", "sender": "s"}
+    assert who_waits({b"head": json.dumps(head).encode()}) == ("s", "j")
+    for other in ({**head, "version": VERSION + 1}, {**head, "sender": 5}, {**head, "job_id": "\ud800"}, {"version": VERSION}, [], None):
+        assert who_waits({b"head": json.dumps(other).encode()}) is None
+    assert who_waits({}) is None
 
 
 def test_a_job_that_two_nodes_have(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

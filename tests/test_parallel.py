@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from backend import SamplingParams, devices, follower
+from backend import SamplingParams, devices, follower, rank_hello
 from backend import engine as engine_module
 from backend import group as group_module
 from backend.config import EngineConfig
@@ -38,7 +38,7 @@ from backend.parallel import ranks as ranks_of
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
 from backend.quantization.dense import DenseLinear
-from backend.rank_hello import Hello, describe_rank, describe_self
+from backend.rank_hello import Hello, describe_rank, describe_self, digest_sources
 from backend.speculative_config import HEAD_METHODS
 from backend.step import program
 from backend.step.plan import StepPlan
@@ -464,6 +464,23 @@ def test_ranks_say_what_they_compute_with(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(devices, "find_library", lambda: None)
     found = re.fullmatch(r"processor cpu \(.*\) on rank 0, cpu \(.*, kernels of its own: none\) on rank 1", own.differences(describe(1)))
     assert found, "kernels in torch add up in another order"
+
+
+def test_ranks_of_other_sources_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts amid an upgrade: what is released anew has a new number, what is not has the same, and other kernels."""
+    config = EngineConfig.from_dict({"model": str(SMALL_MODEL), "device": "cpu"})
+    found = []
+    for number, (name, content) in enumerate([("linear.cpp", "a"), ("linear.cpp", "b"), ("pool.h", "b"), ("linear.cpp.o", "b")]):
+        for folder in ("backend", "kernels/cpu"):
+            (tmp_path / str(number) / folder).mkdir(parents=True)
+        (tmp_path / str(number) / "kernels/cpu" / name).write_text(content)
+        found.append(digest_sources(tmp_path / str(number)))
+    assert len(set(found)) == 4, "contents and names count; what is made of them does not"
+    assert found[3] == digest_sources(tmp_path / "none")
+    own = describe_self(config, 0)
+    assert not own.differences(describe_self(config, 1))
+    monkeypatch.setattr(rank_hello, "PROJECT", tmp_path / "0")
+    assert f"sources {found[0]}, torch" in own.differences(describe_self(config, 1))
 
 
 def test_ranks_compute_with_as_many_threads(tmp_path: Path) -> None:

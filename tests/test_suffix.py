@@ -20,6 +20,7 @@ import pytest
 
 from backend.core import Request
 from backend.drafters import answer_file, suffix, suffix_texts
+from backend.drafters.answer_file import AnswerFile
 from backend.drafters.suffix import SuffixLookup
 from backend.errors import EngineError, RequestError
 from backend.sampling_params import SamplingParams
@@ -685,6 +686,22 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     records = [r for r in caplog.records if r.levelno > logging.INFO]
     assert all(r.levelno == logging.WARNING for r in records)
     return [r.getMessage() for r in records]
+
+
+def test_a_file_whose_directory_is_damaged_is_replaced(tmp_path: Path) -> None:
+    """One place further than it is, and members begin before the file does: to go there is an error of the system's, as of a disk that fails, which
+    the file was not written for again, however long the server ran."""
+    path = tmp_path / "cache"
+    file = AnswerFile(str(path), "model")
+    assert file.save([array("i", [1, 2, 3])], 100)
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"PK\x05\x06") + 16
+    content[place : place + 4] = (int.from_bytes(content[place : place + 4], "little") + 1).to_bytes(4, "little")
+    path.write_bytes(content)
+    file = AnswerFile(str(path), "model")
+    assert file.read() == []
+    assert file.save([array("i", [4, 5])], 100)
+    assert AnswerFile(str(path), "model").read() == [array("i", [4, 5])]
 
 
 def test_the_file_that_the_damaged_ones_are_made_from(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

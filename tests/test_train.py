@@ -26,6 +26,7 @@ from torch import multiprocessing
 import benchmarks.drafters
 from backend.drafter_checks import check_drafter_folder
 from backend.engine import Engine
+from backend.model_files import fingerprint
 from backend.models.shards import held
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
@@ -630,6 +631,26 @@ def test_a_checkpoint_of_before_there_were_minutes(
     if processes == 1:
         torch.save({key: value for key, value in saved.items() if key != "steps"}, out / "checkpoint.pt")
         refused(flags(folder, text, out, "--resume", steps=None, minutes=1), capsys, "is of a run with steps 2 (now None), minutes None (now 1.0)")
+
+
+def test_files_of_before_each_weight_was_sampled(folder: Path, stopped: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An upgrade is no other model: of checkpoints and states the fingerprint of an earlier version counts, too."""
+    out, cache = Path(shutil.copytree(stopped, tmp_path / "out")), tmp_path / "states"
+    saved = torch.load(out / "checkpoint.pt", weights_only=True)
+    run = json.loads(saved["run"])
+    assert run["target"] == fingerprint(folder)
+    earlier = fingerprint(folder, samples_weights=False)
+    torch.save(saved | {"run": json.dumps(run | {"target": earlier})}, out / "checkpoint.pt")
+    assert main(flags(folder, text, out, "--resume", steps=2)) == 0
+    assert written(out) == written(stopped)
+    assert main(flags(folder, text, tmp_path / "a", states=cache)) == 0
+    kept, noted = (cache / "final.states").stat().st_mtime_ns, json.loads((cache / "states.json").read_text())
+    (cache / "states.json").write_text(json.dumps(noted | {"model": earlier}))
+    assert main(flags(folder, text, tmp_path / "b", states=cache)) == 0
+    assert (cache / "final.states").stat().st_mtime_ns == kept
+    (cache / "states.json").write_text(json.dumps(noted | {"model": earlier[::-1]}))
+    capsys.readouterr()
+    refused(flags(folder, text, tmp_path / "c", states=cache), capsys, f"--states {cache} holds states of another model")
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 truncated"])

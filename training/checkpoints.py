@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from backend.model_files import has_fingerprint
 from training.drafters import Drafter
 from training.run import Run
 
@@ -83,7 +84,8 @@ def resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], 
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise ValueError(f"--resume: {path} cannot be read: {error!r:.200}") from None
     now = json.loads(json.dumps(run.identity()))
-    before.setdefault("target", now["target"])  # of a run before it was kept
+    if "target" not in before or has_fingerprint(run.model, before["target"]):  # of a run before it was kept, or by an earlier version's rule
+        before["target"] = now["target"]
     if other := [key for key in now if before.get(key) != now[key]]:
         told = ", ".join(f"{key} {before.get(key)!r:.60} (now {now[key]!r:.60})" for key in other)
         raise ValueError(f"--resume: {path} is of a run with {told}")

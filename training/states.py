@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from backend.model_files import fingerprint, read_json
+from backend.model_files import fingerprint, has_fingerprint, read_json
 from backend.models.shards import held
 from training.target import States, Target
 
@@ -85,6 +85,8 @@ class OfflineStates:
             self._folder.mkdir(parents=True, exist_ok=True)
             if path.is_file():
                 held = read_json(path)
+                if has_fingerprint(self._target.directory, held.get("model")):
+                    held["model"] = own["model"]
                 if other := [key for key in own if held.get(key) != own[key]]:
                     raise ValueError(f"--states {self._folder} holds states of another {', '.join(other)}: name another folder, or remove it")
             elif any(self._folder.iterdir()):

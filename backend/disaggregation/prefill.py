@@ -15,7 +15,7 @@ from backend.disaggregation.held_jobs import HeldJob, HeldJobs
 from backend.disaggregation.inheritance import MAX_DEATHS, Inheritance
 from backend.disaggregation.node import BLOCK_MS, GROUP, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
 from backend.disaggregation.node_transfer import NodeTransfer
-from backend.disaggregation.records import DEADLY, Job, Message, RecordError, read_job
+from backend.disaggregation.records import DEADLY, Job, Message, RecordError, read_job, who_waits
 from backend.disaggregation.slow_jobs import SlowJobs
 from backend.disaggregation.telling import Telling
 from backend.engine import Engine
@@ -179,6 +179,9 @@ class PrefillService:
             job = read_job(fields or {})  # none: it was given out, and has gone from the stream since
         except RecordError as error:
             logger.warning("%s", error)
+            if (waiting := who_waits(fields or {})) is not None:  # it would wait for as long as a job may take
+                self.held.results["failed"] += 1
+                self._telling.tell_failed(*waiting, "failed", str(error))
             self._acknowledge(entry_id)
             return None
         self._taken_seconds = max(self._taken_seconds, self._age_of(entry_id))

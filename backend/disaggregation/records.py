@@ -17,8 +17,9 @@ from backend.core import HandOff, Outcome, Request, Speculation
 from backend.grammar.thinking import FORM
 from backend.sampling_params import SamplingParams
 
-VERSION = 9
-"""Of these records. Nodes of different versions do not work for each other."""
+VERSION = 10
+"""Of these records, which have every field of what they are made of: whoever gives a request's parameters another one raises this. Nodes of
+different versions do not work for each other."""
 
 Fields = dict[str, bytes]
 
@@ -150,6 +151,17 @@ def read_job(fields: Mapping[bytes, bytes]) -> Job:
         return Job(head["job_id"], head["sender"], request, head["num_cached_pages"], head["fingerprint"], head["state"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"a job cannot be read: {type(error).__name__}: {error}") from None
+
+
+def who_waits(fields: Mapping[bytes, bytes]) -> tuple[str, str] | None:
+    """The decode node of a job that `read_job` cannot read, and the job's id. None: that cannot be read either, or the node would not understand."""
+    try:
+        head = _read_head(fields)
+        for name in ("sender", "job_id"):
+            _check_name(name, head[name])
+    except (KeyError, TypeError, ValueError):  # RecordError among them
+        return None
+    return head["sender"], head["job_id"]
 
 
 def write_message(message: Message) -> Fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import itertools
 import logging
 import os
@@ -155,13 +156,18 @@ def _read(path: str, fingerprint: str) -> list[array[int]]:
     """A file's answers, oldest first. Raises ForeignError, OSError, or what numpy raises for a damaged file."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe may never end, and a device would be replaced
         raise OSError("it is no regular file")
-    with np.load(path, allow_pickle=False) as file:
-        version, made_for = int(file["version"]), str(file["fingerprint"])
-        if version != FILE_VERSION:
-            raise ForeignError(f"it has format version {version}, not {FILE_VERSION}")
-        if made_for != fingerprint:
-            raise ForeignError(f"it is of another model ({made_for!r:.100}, not {fingerprint!r:.100})")
-        lengths, token_ids = file["lengths"], file["token_ids"]
+    with open(path, "rb") as opened:
+        content = io.BytesIO(opened.read())
+    try:
+        with np.load(content, allow_pickle=False) as file:
+            version, made_for = int(file["version"]), str(file["fingerprint"])
+            if version != FILE_VERSION:
+                raise ForeignError(f"it has format version {version}, not {FILE_VERSION}")
+            if made_for != fingerprint:
+                raise ForeignError(f"it is of another model ({made_for!r:.100}, not {fingerprint!r:.100})")
+            lengths, token_ids = file["lengths"], file["token_ids"]
+    except OSError as error:  # of its content: the disk has given all of it
+        raise ValueError(f"{error}") from None
     is_sound = lengths.dtype == np.int64 and token_ids.dtype == np.int32 and lengths.ndim == token_ids.ndim == 1
     if not is_sound or (lengths < 1).any() or (token_ids < 0).any() or lengths.sum() != token_ids.size:
         raise ValueError("its lengths and token ids do not fit together")
