@@ -21,6 +21,7 @@ from typing import Any
 
 import gevent
 import grpc.experimental.gevent as grpc_gevent
+import psutil
 import requests
 from locust import LoadTestShape, User, constant, events, task
 from locust.argument_parser import LocustArgumentParser
@@ -74,32 +75,45 @@ class Task:
 
 @events.init.add_listener
 def prepare(environment: Environment, **_: Any) -> None:
+    """What is wrong is said before the load, not after it."""
+    try:
+        _read(environment)
+    except ValueError as error:
+        if isinstance(environment.runner, MasterRunner):
+            # Of --processes: one that has not reached its master yet would try to for minutes, and Locust waits for it.
+            for worker in psutil.Process().children():
+                worker.terminate()
+        sys.exit(str(error))
+
+
+def _read(environment: Environment) -> None:
+    """Raises ValueError."""
     options = environment.parsed_options
     assert options is not None
     for option, number in (("--num-prompts", options.num_prompts), ("--output-len", options.output_len)):
         if number < 1:
-            sys.exit(f"{option} must be at least 1, got {number}")
-    try:
-        read_tls(options).check_use([options.grpc_url, options.openai_url])
-        read_headers(options)
-    except ValueError as error:
-        sys.exit(str(error))
+            raise ValueError(f"{option} must be at least 1, got {number}")
+    read_tls(options).check_use([options.grpc_url, options.openai_url])
+    read_headers(options)
     paths = [Path(p) for p in options.dataset_path] or list(list_heldout().values())
-    try:  # what is wrong is said before the load, not after it
+    try:
         prompts = read_prompts(paths, options.num_prompts, (200, 1600), (options.output_len, options.output_len), seed=0)
     except (DatasetError, OSError) as error:
-        sys.exit(f"--dataset-path: {error}")
+        raise ValueError(f"--dataset-path: {error}") from None
     Task.prompts = itertools.cycle(random.sample(prompts, len(prompts)))
     Task.answers = Answers()
-    if options.answers and Path(options.answers).exists():
+    answers = Path(options.answers) if options.answers else None
+    if answers is None:
+        return
+    if answers.exists():
         try:
-            Task.answers = Answers.read(Path(options.answers))
+            Task.answers = Answers.read(answers)
         except (OSError, ValueError) as error:
-            sys.exit(f"--answers {options.answers}: {error}")
-    elif options.answers and isinstance(environment.runner, (MasterRunner, WorkerRunner)):
-        sys.exit(f"--answers {options.answers}: there is no such file, and of several processes none has them all: make it by a run of one process")
-    elif options.answers and not os.access(Path(options.answers).parent, os.W_OK):
-        sys.exit(f"--answers {options.answers}: cannot be written")
+            raise ValueError(f"--answers {answers}: {error}") from None
+    elif isinstance(environment.runner, (MasterRunner, WorkerRunner)):
+        raise ValueError(f"--answers {answers}: there is no such file, and of several processes none has them all: make it by a run of one process")
+    elif not os.access(answers.parent, os.W_OK):
+        raise ValueError(f"--answers {answers}: cannot be written")
 
 
 @events.test_stop.add_listener
