@@ -11,7 +11,7 @@ import sys
 import urllib.parse
 
 from client.gateway.keys import check_origin, read_keys
-from client.gateway.log import WaitingLines
+from client.gateway.log import log_to
 from client.headers import add_header_arguments, read_headers
 from client.messages import DEFAULT_GRPC_URL
 from client.tls import add_tls_arguments, read_tls
@@ -150,8 +150,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"foretoken gateway: {error}", file=sys.stderr)
         return 2
     host = listen_on(args.host, bool(keys))
-    lines = logging.NullHandler() if sys.stderr is None else WaitingLines(sys.stderr.fileno())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[lines])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_to(sys.stderr)])
     # A connection is a file, and the usual soft limit is 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))

@@ -7,11 +7,22 @@ import os
 import queue
 import threading
 import time
+from typing import TextIO
 
 MAX_LINES = 10_000
 """That wait to be written; those beyond are lost, and counted."""
 END_SECONDS = 1.0
 """For what waits to be written when the process ends."""
+
+
+def log_to(stream: TextIO | None) -> logging.Handler:
+    """None: the process was started without one."""
+    if stream is None:
+        return logging.NullHandler()
+    try:
+        return WaitingLines(stream.fileno())
+    except (OSError, ValueError):  # no file: a program that has the gateway in it put it there
+        return logging.StreamHandler(stream)
 
 
 class WaitingLines(logging.Handler):
